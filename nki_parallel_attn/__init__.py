@@ -1,0 +1,1 @@
+"""nki-parallel-attn: KV-sharded attention for AWS Trainium."""

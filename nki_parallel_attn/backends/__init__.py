@@ -1,0 +1,1 @@
+"""How an operation is run: torch, the simulator, or a Neuron device."""

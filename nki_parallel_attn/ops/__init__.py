@@ -1,0 +1,1 @@
+"""The reference operations: signature, validation and dispatch, one module each."""

@@ -1,0 +1,1 @@
+"""A simulator of NKI with collectives. It imports nothing of the rest of the project."""

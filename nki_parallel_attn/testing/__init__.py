@@ -1,0 +1,1 @@
+"""Multi-rank testing: run_ranks() and the pytest plugin."""

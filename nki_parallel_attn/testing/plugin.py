@@ -1,0 +1,1 @@
+"""The pytest plugin: multirank tests on pools of rank processes."""
