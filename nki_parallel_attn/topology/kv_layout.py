@@ -1,19 +1,20 @@
 """Where a token's K and V live: three ways to deal one sequence over R ranks, as closed forms in both directions.
 
 A layout (`Contiguous()`, `RoundRobin()`, `Interleaved(i)`) is a description; `bind(...)` fixes the number of ranks and
-the block size and answers the questions. All answers are vectorised: integers give integers, tensors give int64
-tensors, exact for positions up to 2**31 and beyond.
+the block size and answers the questions. All answers are vectorised: integers give integers, integer tensors of any
+width give int64 tensors, exact for positions up to 2**31 and beyond. A rank fills its slots in order of position, so
+the slots that a prefix fills are always 0, 1, ..., and the slots of a window of positions are one run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nki_parallel_attn.errors import ArgumentError
+from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -86,14 +87,17 @@ class ContiguousShards:
         return slot + rank * self.local_length
 
     def filled_slots(self, rank: int, length: Index) -> Index:
-        """How many local slots a prefix of `length` tokens fills on `rank`; they are slots 0, 1, ..."""
+        """How many local slots a prefix of `length` tokens fills on `rank`; a `length` beyond the shards fills them."""
         length = _exact(length)
         _check_rank(rank, self.ranks)
+        _check_range("length", length)
         return _clamp(length - rank * self.local_length, 0, self.local_length)
 
     def visible_blocks(self, rank: int, query_position: Index) -> Index:
         """How many leading local blocks lie wholly at or before `query_position`."""
-        return self.filled_slots(rank, _exact(query_position) + 1) // self.block_size
+        query_position = _exact(query_position)
+        _check_range("query_position", query_position)
+        return self.filled_slots(rank, query_position + 1) // self.block_size
 
     def local_slots(self, length: int) -> int:
         """Slots each rank must hold for a sequence of `length` tokens, in whole blocks.
@@ -101,6 +105,7 @@ class ContiguousShards:
         Raises:
             ArgumentError: the shards together are shorter than `length`.
         """
+        _check_range("length", length)
         if length > self.ranks * self.local_length:
             raise ArgumentError("length", length, f"at most ranks*local_length = {self.ranks * self.local_length}")
         return self.local_length
@@ -150,18 +155,22 @@ class CyclicShards:
         return (slot // self.interleave) * self.stripe + rank * self.interleave + slot % self.interleave
 
     def filled_slots(self, rank: int, length: Index) -> Index:
-        """How many local slots a prefix of `length` tokens fills on `rank`; they are slots 0, 1, ..."""
+        """How many local slots a prefix of `length` tokens fills on `rank`."""
         length = _exact(length)
         _check_rank(rank, self.ranks)
+        _check_range("length", length)
         remainder = length % self.stripe - rank * self.interleave
         return (length // self.stripe) * self.interleave + _clamp(remainder, 0, self.interleave)
 
     def visible_blocks(self, rank: int, query_position: Index) -> Index:
         """How many leading local blocks lie wholly at or before `query_position`."""
-        return self.filled_slots(rank, _exact(query_position) + 1) // self.block_size
+        query_position = _exact(query_position)
+        _check_range("query_position", query_position)
+        return self.filled_slots(rank, query_position + 1) // self.block_size
 
     def local_slots(self, length: int) -> int:
         """Slots each rank must hold for a sequence of `length` tokens, in whole blocks."""
+        _check_range("length", length)
         return -(-length // self.virtual_block) * self.block_size
 
 
@@ -169,13 +178,18 @@ BoundLayout = ContiguousShards | CyclicShards
 
 
 def _exact(value: Index) -> Index:
-    return value.to(torch.int64) if isinstance(value, Tensor) else value
+    """Widen to int64, so that no product overflows; a float would be rounded silently and is refused."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise ArgumentTypeError("positions", value.dtype, "an integer dtype")
+    return value.to(torch.int64)
 
 
 def _clamp(value: Index, low: int, high: int) -> Index:
     if isinstance(value, Tensor):
         return value.clamp(low, high)
-    return cast(Index, max(low, min(value, high)))
+    return max(low, min(value, high))
 
 
 def _check_positive(**values: int) -> None:
