@@ -87,17 +87,21 @@ class ContiguousShards:
         return slot + rank * self.local_length
 
     def filled_slots(self, rank: int, length: Index) -> Index:
-        """How many local slots a prefix of `length` tokens fills on `rank`; a `length` beyond the shards fills them."""
+        """How many local slots a prefix of `length` tokens fills on `rank`; length <= ranks*local_length."""
         length = _exact(length)
         _check_rank(rank, self.ranks)
-        _check_range("length", length)
+        _check_range("length", length, self.ranks * self.local_length + 1)
         return _clamp(length - rank * self.local_length, 0, self.local_length)
 
     def visible_blocks(self, rank: int, query_position: Index) -> Index:
-        """How many leading local blocks lie wholly at or before `query_position`."""
+        """How many leading local blocks lie wholly at or before `query_position`.
+
+        Padded queries may lie beyond the shards; they see every block.
+        """
         query_position = _exact(query_position)
         _check_range("query_position", query_position)
-        return self.filled_slots(rank, query_position + 1) // self.block_size
+        length = _clamp(query_position + 1, 0, self.ranks * self.local_length)
+        return self.filled_slots(rank, length) // self.block_size
 
     def local_slots(self, length: int) -> int:
         """Slots each rank must hold for a sequence of `length` tokens, in whole blocks.
@@ -105,9 +109,7 @@ class ContiguousShards:
         Raises:
             ArgumentError: the shards together are shorter than `length`.
         """
-        _check_range("length", length)
-        if length > self.ranks * self.local_length:
-            raise ArgumentError("length", length, f"at most ranks*local_length = {self.ranks * self.local_length}")
+        _check_range("length", length, self.ranks * self.local_length + 1)
         return self.local_length
 
 

@@ -57,7 +57,8 @@ def read_kv_cache(cache: Tensor, slots: Tensor, *, fp8_packed: bool = False) -> 
     tokens = torch.where(
         (slots == SKIP_SLOT)[:, None], torch.zeros((), dtype=tokens.dtype, device=tokens.device), tokens
     )
-    return tokens.view(cache.dtype)
+    # view(dtype) cuts the gradient even where it changes nothing.
+    return tokens if tokens.dtype == cache.dtype else tokens.view(cache.dtype)
 
 
 def pack_fp8_k(k: Tensor) -> Tensor:
