@@ -54,7 +54,8 @@ MX_LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}
 
 def round_to(values: ArrayLike, dtype: str) -> Array:
     """What a destination of `dtype` holds: nearest even; integers saturate; floats overflow to infinity or NaN."""
-    x = np.asarray(values, np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        x = np.asarray(values, np.float64)
     if dtype == "bool_":
         return (x != 0).astype(np.float64)
     if dtype in INTEGERS:

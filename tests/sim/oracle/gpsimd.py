@@ -17,12 +17,9 @@ PARTITIONS_PER_CORE = 16
 def tensor_tensor_int32(data1: ArrayLike, data2: ArrayLike, op: str, dtype: str = "int32") -> Integers:
     """Exact integer arithmetic (add, subtract, multiply, maximum, minimum, comparisons), wrapped to 32 bits."""
     x, y = np.asarray(data1, np.int64), np.asarray(data2, np.int64)
-    if op == "multiply":
-        # Through Python integers: the product of two 32-bit values can exceed what int64 holds for uint32.
-        product = (x.astype(object) * y.astype(object)) & (2**32 - 1)
-        return wrap_integer(product.astype(np.int64), dtype)
-    functions = {"add": np.add, "subtract": np.subtract, "maximum": np.maximum, "minimum": np.minimum}
-    result = functions[op](x, y) if op in functions else ARITHMETIC[op](x, y).astype(np.int64)
+    functions = {name: getattr(np, name) for name in ("add", "subtract", "multiply", "maximum", "minimum")}
+    with np.errstate(over="ignore"):  # a product beyond int64 wraps there, which keeps its low 32 bits
+        result = functions[op](x, y) if op in functions else ARITHMETIC[op](x, y).astype(np.int64)
     return wrap_integer(result, dtype)
 
 
