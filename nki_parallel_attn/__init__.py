@@ -1,1 +1,65 @@
 """nki-parallel-attn: KV-sharded attention for AWS Trainium."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nki_parallel_attn.plan import ShardingPlan
+    from nki_parallel_attn.sim.replica_group import ReplicaGroup
+    from nki_parallel_attn.topology.kv_layout import Contiguous, Interleaved, RoundRobin
+    from nki_parallel_attn.topology.types import (
+        AttentionLayout,
+        AttentionShape,
+        CPCollectiveMode,
+        DtypeMode,
+        KVDPCollectiveMode,
+        OProjAttentionLayout,
+        QuantizationType,
+    )
+
+__all__ = [
+    "AttentionLayout",
+    "AttentionShape",
+    "CPCollectiveMode",
+    "Contiguous",
+    "DtypeMode",
+    "Interleaved",
+    "KVDPCollectiveMode",
+    "OProjAttentionLayout",
+    "QuantizationType",
+    "ReplicaGroup",
+    "RoundRobin",
+    "ShardingPlan",
+]
+
+# Names are imported when they are first used: the simulator and the pytest plugin live in this package too, and whoever
+# imports only those should not wait for the rest.
+_HOMES = {
+    "plan": ("ShardingPlan",),
+    "sim.replica_group": ("ReplicaGroup",),
+    "topology.kv_layout": ("Contiguous", "Interleaved", "RoundRobin"),
+    "topology.types": (
+        "AttentionLayout",
+        "AttentionShape",
+        "CPCollectiveMode",
+        "DtypeMode",
+        "KVDPCollectiveMode",
+        "OProjAttentionLayout",
+        "QuantizationType",
+    ),
+}
+_HOME_OF = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,7 @@ Source: nki.collectives.ReplicaGroup (NKI 0.6) and ReplicaGroup.from_partition_o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -61,11 +61,12 @@ class ReplicaGroup:
             raise ReplicaGroupError(f"world_size must be at least 1, got {world_size}")
         if operand < 0 or (operand == 0 and op is not rg_partition_op.bitwise_and):
             raise ReplicaGroupError(f"operand of {op} must be positive (0 only for bitwise_and), got {operand}")
-        list_id = {
+        list_ids: dict[rg_partition_op, Callable[[int], int]] = {
             rg_partition_op.div: lambda rank: rank // operand,
             rg_partition_op.mod: lambda rank: rank % operand,
             rg_partition_op.bitwise_and: lambda rank: rank & operand,
-        }[op]
+        }
+        list_id = list_ids[op]
         lists: dict[int, list[int]] = {}
         for rank in range(world_size):
             lists.setdefault(list_id(rank), []).append(rank)
