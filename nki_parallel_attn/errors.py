@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from nki_parallel_attn.sim.errors import (
     CapacityError,
     DeadlockError,
@@ -88,7 +90,15 @@ class PeerError(NkiParallelAttnError, RuntimeError):
 
 
 class RankFailedError(NkiParallelAttnError, RuntimeError):
-    """One or more ranks of a job raised; the message holds every failing rank's traceback."""
+    """One or more ranks of a job raised; the message holds every failing rank's traceback.
+
+    Attributes:
+        exceptions: what the ranks raised, by rank; without those that died or whose exception cannot be pickled.
+    """
+
+    def __init__(self, message: str, exceptions: Mapping[int, BaseException] | None = None) -> None:
+        self.exceptions = dict(exceptions or {})
+        super().__init__(message)
 
 
 class RankTimeoutError(RankFailedError, TimeoutError):
