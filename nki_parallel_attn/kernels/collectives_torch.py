@@ -164,17 +164,16 @@ class DistributedExchange(Exchange):
 
     def gather(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """[size, *tensor.shape] in rank order."""
-        tensor = tensor.detach().contiguous()
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=self.device)
-        gathered[self.rank].copy_(tensor)
+        own = gathered[self.rank].copy_(tensor.detach())
         self._sent[op] += (self.size - 1) * tensor.nbytes
         if self.size == 1 or tensor.numel() == 0:
             return gathered
         with _peer_errors():
             if self.device.type == "cpu":
-                self._point_to_point([tensor] * self.size, list(gathered.unbind()))
+                self._point_to_point([own] * self.size, list(gathered.unbind()))
             else:
-                dist.all_gather_into_tensor(_bytes(gathered), _bytes(tensor), group=self.group)
+                dist.all_gather_into_tensor(_bytes(gathered), _bytes(own), group=self.group)
         return gathered
 
     def swap(self, outbox: list[torch.Tensor]) -> list[torch.Tensor]:

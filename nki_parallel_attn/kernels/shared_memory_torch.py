@@ -154,7 +154,7 @@ class _Arena:
 
     def reserve(self, nbytes: int) -> None:
         """Maps at least nbytes of data. Views made before stay valid: they keep their mapping of the same pages."""
-        if self._data is None or len(self._data) < nbytes:
+        if nbytes > (len(self._data) if self._data else 0):
             nbytes = _round_up(nbytes, _GROWTH_BYTES)
             # Never shrinks a file that a peer has already grown further; and when memory is short this raises here,
             # where a hole in the file would be a bus error at the first write.
