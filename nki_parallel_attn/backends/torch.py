@@ -1,0 +1,56 @@
+"""Backend "torch": the twins in kernels/*_torch.py, with the collectives of the rank list's process group."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nki_parallel_attn.backends.process_groups import process_group_for
+from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import (
+    PrefillCall,
+)
+from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import (
+    attention_kv_parallel_segmented_cte as prefill,
+)
+from nki_parallel_attn.kernels.collectives_torch import exchange_for
+from nki_parallel_attn.kernels.paged_kv_torch import contiguous_slots, round_robin_slots
+
+
+def attention_kv_parallel_segmented_cte(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    kvp_q_offset: Tensor,
+    *,
+    ranks: tuple[int, ...],
+    index: int,
+    block_size: int,
+    scale: float,
+    tp_out: bool,
+    sliding_window: int,
+    kvp_group_size: int,
+    fp8_packed: bool,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    group: dist.ProcessGroup | None,
+    **_: object,
+) -> Tensor:
+    """Checked arguments; `ranks` is this rank's list and `index` its place there. The others concern devices only."""
+    rows, offset = q.shape[1], int(kvp_q_offset)
+    if kvp_group_size:
+        visible = round_robin_slots(rows, offset, index, kvp_group_size, block_size, sliding_window)
+    else:
+        visible = contiguous_slots(rows, offset, block_tables.shape[1] * block_size, sliding_window)
+    call = PrefillCall(
+        block_table=block_tables,
+        visible=visible,
+        scale=scale,
+        block_size=block_size,
+        exchange=exchange_for(group or process_group_for(ranks), q.device),
+        tp_out=tp_out,
+        fp8_packed=fp8_packed,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return prefill(q, k_cache, v_cache, call)
