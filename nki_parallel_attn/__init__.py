@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
     from nki_parallel_attn.plan import ShardingPlan
     from nki_parallel_attn.sim.replica_group import ReplicaGroup
     from nki_parallel_attn.topology.kv_layout import Contiguous, Interleaved, RoundRobin
@@ -32,11 +33,13 @@ __all__ = [
     "ReplicaGroup",
     "RoundRobin",
     "ShardingPlan",
+    "attention_kv_parallel_segmented_cte",
 ]
 
 # Names are imported when they are first used: the simulator and the pytest plugin live in this package too, and whoever
 # imports only those should not wait for the rest.
 _HOMES = {
+    "ops.attention_kv_parallel_segmented_cte": ("attention_kv_parallel_segmented_cte",),
     "plan": ("ShardingPlan",),
     "sim.replica_group": ("ReplicaGroup",),
     "topology.kv_layout": ("Contiguous", "Interleaved", "RoundRobin"),
