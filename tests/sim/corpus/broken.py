@@ -1,0 +1,17 @@
+"""The table of broken kernels: each breaks exactly one documented rule, on the line marked `# <- breaks`.
+
+A kernel without a marker breaks its rule when it returns. Rules: docs/simulator_rules.md.
+"""
+
+from __future__ import annotations
+
+from . import broken_cores, broken_dma, broken_engines, broken_memory, broken_tensor_engine
+from .cases import Case
+
+BROKEN: list[Case] = [
+    *broken_memory.CASES,
+    *broken_engines.CASES,
+    *broken_tensor_engine.CASES,
+    *broken_dma.CASES,
+    *broken_cores.CASES,
+]
