@@ -7,6 +7,7 @@ else; `kv_parallel_prefill.KVParallelBlocks` deals the KV cache over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,8 +90,13 @@ class Decoder(nn.Module):
         """Logits [S, vocab_size] of `token_ids` [S] int64, on one process."""
         return self.logits(self.run_layers(token_ids, Dense(self.config, len(token_ids), token_ids.device)))
 
-    def run_layers(self, token_ids: Tensor, blocks: Blocks) -> Tensor:
+    def run_layers(self, token_ids: Tensor, blocks: Blocks, after_layer: Callable[[], object] | None = None) -> Tensor:
         """Hidden states [S, hidden] after the last layer, each block run by `blocks`.
+
+        Args:
+            token_ids: [S] int64.
+            blocks: how attention and feed-forward are run.
+            after_layer: called when a layer is done, to show progress.
 
         Raises:
             ArgumentError: token ids that are not one sequence of integers in [0, vocab_size).
@@ -102,6 +108,8 @@ class Decoder(nn.Module):
             hidden = hidden + blocks.attention(layer, layer.input_layernorm(hidden))
             if layer.post_attention_layernorm is not None:
                 hidden = hidden + blocks.feed_forward(layer, layer.post_attention_layernorm(hidden))
+            if after_layer is not None:
+                after_layer()
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""One process of a torchrun job: joins the others, runs a main function, and sees to it that an error is told once.
+
+Started without torchrun, the process is a job of one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but the stubs lack it
+from torch.distributed.rendezvous import rendezvous
+
+from nki_parallel_attn.errors import NkiParallelAttnError, PeerError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+TOLD = "nki_parallel_attn/error_told"
+FAILURES = "nki_parallel_attn/failures"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The rank of this process, the number of ranks, and the store they share."""
+
+    rank: int
+    world_size: int
+    under_torchrun: bool
+    store: Store
+
+
+def run_as_rank(main: Callable[[Job], int]) -> NoReturn:
+    """Join the job, run `main`, and exit with its result, or with 1 after an error, on which all ranks end.
+
+    Of several ranks that fail, one prints: the one whose error is its own rather than a consequence of a peer's. A peer
+    that waits in a collective ends too: its exchange finds the rank gone, and torchrun ends what is left.
+    """
+    job: Job | None = None
+    try:
+        job = _join()
+        code = main(job)
+        dist.destroy_process_group()
+    except Exception as error:
+        _tell(error, job)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and dist.is_initialized():
+        # Tearing down a group whose peers may be gone can block.
+        os._exit(code)
+    sys.exit(code)
+
+
+def _join() -> Job:
+    if "RANK" in os.environ:
+        store, rank, world_size = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    else:
+        store, rank, world_size = HashStore(), 0, 1
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    return Job(rank, world_size, "RANK" in os.environ, store)
+
+
+def _tell(error: Exception, job: Job | None) -> None:
+    """Print the error unless another rank has printed, or is likely to have the cause of this one."""
+    expected = isinstance(error, (NkiParallelAttnError, OSError)) and not isinstance(error, (PeerError, dist.DistError))
+    patience = 0.0 if expected else 4.0 if isinstance(error, PeerError) else 2.0
+    if job is not None and _someone_told(job, patience):
+        return
+    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
+    where = "" if job is None or job.world_size == 1 else f" (rank {job.rank})"
+    print(f"kvp_prefill: error{where}: {text}", file=sys.stderr, flush=True)
+    if job is not None:
+        with contextlib.suppress(RuntimeError):
+            job.store.set(TOLD, "")
+
+
+def _someone_told(job: Job, patience: float) -> bool:
+    """Whether another rank prints an error; waits for it for `patience` seconds, and until it has printed."""
+    try:
+        if patience:
+            with contextlib.suppress(RuntimeError):
+                job.store.wait([TOLD], timedelta(seconds=patience))
+        if job.store.add(FAILURES, 1) == 1:
+            return False
+        # torchrun ends all ranks when the first has ended: leave the one that prints the time to do so.
+        job.store.wait([TOLD], timedelta(seconds=5))
+    except RuntimeError:
+        # The store is gone, with rank 0 or with the launcher: better told twice than not at all.
+        return False
+    return True

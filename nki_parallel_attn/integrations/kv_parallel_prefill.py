@@ -1,0 +1,202 @@
+"""Prefill of a decoder with its KV cache dealt over ranks: what one rank projects, stores, attends and sends.
+
+In every layer a rank projects K and V of the positions it owns alone, writes them to its paged cache by slot mapping,
+projects its own Q heads at all positions, calls attention_kv_parallel_segmented_cte, and multiplies its heads' output
+with its columns of the output projection. The ranks' shares are then summed. The feed-forward is split by intermediate
+channels and summed in the same way, so that hidden states are equal, bit for bit, on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nki_parallel_attn.backends import Backend
+from nki_parallel_attn.errors import ArgumentError
+from nki_parallel_attn.integrations.decoder import Decoder, DecoderLayer, SelfAttention, add_bias
+from nki_parallel_attn.kernels.collectives_torch import Exchange, exchange_for
+from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
+from nki_parallel_attn.plan import ShardingPlan
+from nki_parallel_attn.plan_groups import ProcessGroups
+from nki_parallel_attn.topology.paged_cache import write_kv_cache
+
+
+@dataclass
+class Measurements:
+    """What a rank's prefill took: seconds by stage, and bytes it sent to peers by stage and collective."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @contextmanager
+    def stage(self, name: str, exchange: Exchange | None = None) -> Iterator[None]:
+        """Add the time of the enclosed code to `name`, and the bytes that `exchange` sends in it."""
+        before = exchange.traffic() if exchange else {}
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
+        for collective, count in (exchange.traffic() if exchange else {}).items():
+            self.sent[name, collective] += count - before.get(collective, 0)
+
+
+class KVParallelPrefill:
+    """One rank's share of the prefill of one sequence, in one call or several.
+
+    Args:
+        decoder: the whole model; a rank reads its slices of the weights.
+        plan: kvp ranks share KV, tp ranks divide the heads; max_seq_len sets the size of the caches.
+        rank: this rank of the plan.
+        groups: this rank's `plan.process_groups()`; None for one rank without torch.distributed.
+        backend: of the attention operation.
+        physical_blocks: which blocks of the cache hold the local blocks 0, 1, ...; by default in order.
+
+    Raises:
+        ArgumentError: a plan whose shape is not the decoder's, or a plan for decoding.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        plan: ShardingPlan,
+        rank: int,
+        *,
+        groups: ProcessGroups | None = None,
+        backend: Backend = "auto",
+        physical_blocks: Sequence[int] | None = None,
+    ) -> None:
+        if plan.shape != decoder.config.attention_shape():
+            raise ArgumentError("plan", plan.shape, f"the decoder's shape {decoder.config.attention_shape()}")
+        if plan.kvdp * plan.cp > 1:
+            raise ArgumentError("plan", f"kvdp={plan.kvdp}, cp={plan.cp}", "a prefill plan, kvdp=cp=1")
+        self.decoder = decoder
+        self.plan = plan
+        self.view = plan.rank(rank)
+        self.backend = backend
+        self.kv_group = groups.kv if groups else None
+        weight = decoder.embed_tokens.weight
+        self.kv_exchange = exchange_for(self.kv_group, weight.device)
+        self.tp_exchange = exchange_for(groups.tp if groups else None, weight.device)
+        self.measured = Measurements()
+        self.length = 0
+        # Padded queries lie beyond the sequence: the table goes as far as they do, with absent blocks.
+        spare = -(-plan.seg_size // (plan.block_size * plan.kvp))
+        width = plan.blocks_per_sequence() + spare
+        self.block_table = self.view.block_table(plan.length(), physical_blocks, max_blocks=width)
+        shape = self.view.cache_shape(max(plan.blocks_per_sequence(), int(self.block_table.max()) + 1))
+        caches = [torch.zeros(2, *shape, dtype=weight.dtype, device=weight.device) for _ in decoder.layers]
+        self.k_caches = [cache[0] for cache in caches]
+        self.v_caches = [cache[1] for cache in caches]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of this rank's K and V caches over all layers."""
+        return sum(cache.nbytes for cache in (*self.k_caches, *self.v_caches))
+
+    @torch.no_grad()
+    def extend(
+        self, token_ids: Tensor, *, apc_mode: bool = False, after_layer: Callable[[], object] | None = None
+    ) -> Tensor:
+        """Read the next tokens of the sequence: hidden states [S, hidden], equal on all ranks of the model copy.
+
+        Args:
+            token_ids: [S] int64, the same on every rank; they follow what earlier calls read.
+            apc_mode: pass the length of what is already cached as a run-time value (valid_num_prior_tokens).
+            after_layer: called when a layer is done.
+
+        Raises:
+            ArgumentError: more tokens than plan.max_seq_len, or what the attention operation refuses.
+        """
+        stop = self.length + len(token_ids)
+        if stop > self.plan.length():
+            raise ArgumentError("token_ids", f"{stop} tokens in all", f"at most max_seq_len={self.plan.length()}")
+        chunk = _Chunk(self, self.length, stop, apc_mode)
+        hidden = self.decoder.run_layers(token_ids, chunk, after_layer)
+        self.length = stop
+        return hidden
+
+
+class _Chunk:
+    """One call's `Blocks`: the positions [start, stop) of the sequence."""
+
+    def __init__(self, prefill: KVParallelPrefill, start: int, stop: int, apc_mode: bool) -> None:
+        self.prefill = prefill
+        config, view = prefill.decoder.config, prefill.view
+        weight = prefill.decoder.embed_tokens.weight
+        positions = torch.arange(start, stop)
+        owned = view.owned_positions(start, stop)
+        self.slots = view.slot_mapping(owned, prefill.block_table)
+        self.rows = (owned - start).to(weight.device)
+        self.padding = -(stop - start) % prefill.plan.seg_size
+        self.arguments = view.kvp_arguments(start, apc_mode=apc_mode)
+        cos_sin = config.rope.cos_sin(positions, prefill.plan.length(), weight.dtype)
+        self.cos, self.sin = (table.to(weight.device) for table in cos_sin)
+
+    def attention(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
+        """KV-parallel attention [S, hidden]."""
+        prefill, block = self.prefill, layer.self_attn
+        with prefill.measured.stage("project Q, K, V"):
+            q = block.project_q(hidden, self.cos, self.sin, prefill.view.q_heads)
+            k, v = self._project_own_kv(block, hidden)
+        with prefill.measured.stage("write cache"):
+            write_kv_cache(prefill.k_caches[layer.index], k, self.slots)
+            write_kv_cache(prefill.v_caches[layer.index], v, self.slots)
+        with prefill.measured.stage("attention", prefill.kv_exchange):
+            attended = self._attend(layer, q)
+        with prefill.measured.stage("project output"):
+            share = block.project_output(attended, prefill.view.q_heads)
+        return add_bias(self._sum(share), block.o_proj)
+
+    def feed_forward(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
+        """SwiGLU [S, hidden], its intermediate channels divided over the model copy."""
+        assert layer.mlp is not None
+        exchange, width = self.prefill.tp_exchange, self.prefill.decoder.config.intermediate
+        with self.prefill.measured.stage("feed-forward"):
+            bounds = [width * index // exchange.size for index in (exchange.rank, exchange.rank + 1)]
+            share = layer.mlp.project(hidden, slice(*bounds))
+        return add_bias(self._sum(share), layer.mlp.down_proj)
+
+    def _project_own_kv(self, block: SelfAttention, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.rows
+        return block.project_kv(hidden[rows], self.cos[rows], self.sin[rows], self.prefill.view.kv_heads)
+
+    def _attend(self, layer: DecoderLayer, q: Tensor) -> Tensor:
+        """[q_heads_per_rank, S, D], S padded to whole segments for the call and cut again."""
+        prefill = self.prefill
+        length = q.shape[1]
+        attended = attention_kv_parallel_segmented_cte(
+            F.pad(q, (0, 0, 0, self.padding)),
+            prefill.k_caches[layer.index],
+            prefill.v_caches[layer.index],
+            prefill.block_table,
+            scale=q.shape[-1] ** -0.5,
+            sliding_window=prefill.decoder.config.sliding_window[layer.index],
+            backend=prefill.backend,
+            group=prefill.kv_group,
+            **self.arguments,
+        )
+        return attended[:, :length]
+
+    def _sum(self, share: Tensor) -> Tensor:
+        exchange = self.prefill.tp_exchange
+        with self.prefill.measured.stage("all-reduce", exchange):
+            return all_reduce(exchange, share)
+
+
+def all_reduce(exchange: Exchange, share: Tensor) -> Tensor:
+    """Sum of the ranks' `share`, in rank order and with the same bits on all ranks.
+
+    A reduce-scatter (all-to-all and a local sum) and an all-gather: 2*(size - 1)/size of the tensor is sent by each
+    rank, the least that an all-reduce needs.
+    """
+    if exchange.size == 1:
+        return share
+    flat = F.pad(share.reshape(-1), (0, -share.numel() % exchange.size))
+    summed = exchange.all_to_all(flat.view(exchange.size, -1)).sum(dim=0)
+    return exchange.all_gather(summed).reshape(-1)[: share.numel()].view_as(share)
