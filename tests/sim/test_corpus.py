@@ -31,12 +31,10 @@ def run(
     arguments: list[tuple[Any, ...]],
     lnc: int,
     target: str,
-    monkeypatch: pytest.MonkeyPatch,
     seed: int = 0,
 ) -> list[Any]:
     """Results of all ranks, one argument tuple per rank."""
-    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
-    return simulate(jit(kernel), world_size=len(arguments), lnc=lnc, seed=seed)(arguments)
+    return simulate(jit(kernel), world_size=len(arguments), lnc=lnc, target=target, seed=seed)(arguments)
 
 
 def names(cases: list[Case] | list[Pair]) -> list[str]:
@@ -56,10 +54,10 @@ def test_every_rule_of_the_corpus_is_documented():
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=names(BROKEN))
-def test_broken_kernels_report_rule_and_line(case, monkeypatch):
+def test_broken_kernels_report_rule_and_line(case):
     arguments = [case.arguments(rank) for rank in range(case.world_size)]
     with pytest.raises(case.error) as caught:
-        run(case.kernel, arguments, case.lnc, case.target, monkeypatch)
+        run(case.kernel, arguments, case.lnc, case.target)
     line = case.breaking_line()
     if case.rule is None:
         assert type(caught.value) is case.error
@@ -73,9 +71,9 @@ def test_broken_kernels_report_rule_and_line(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CLEAN, ids=names(CLEAN))
-def test_clean_kernels_run_and_are_right(case, monkeypatch):
+def test_clean_kernels_run_and_are_right(case):
     arguments = [case.arguments(rank) for rank in range(case.world_size)]
-    results = run(case.kernel, arguments, case.lnc, case.target, monkeypatch)
+    results = run(case.kernel, arguments, case.lnc, case.target)
     for rank in range(case.world_size):
         expected = expected_of(case, rank)
         got = results[rank]
@@ -90,19 +88,19 @@ def race_inputs(pair: Pair) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=names(PAIRS))
-def test_races_are_found_whatever_the_schedule(pair, monkeypatch):
+def test_races_are_found_whatever_the_schedule(pair):
     for seed in range(SEEDS):
         with pytest.raises(RaceError) as caught:
-            run(pair.racy, race_inputs(pair), 2, "trn2", monkeypatch, seed)
+            run(pair.racy, race_inputs(pair), 2, "trn2", seed)
         assert caught.value.rule == "race"
         assert str(caught.value).count("racy.py:") >= 2, "a race names both lines"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=names(PAIRS))
-def test_synchronised_twins_are_never_reported(pair, monkeypatch):
+def test_synchronised_twins_are_never_reported(pair):
     first = None
     for seed in range(SEEDS):
-        results = [np.asarray(r) for r in run(pair.synchronised, race_inputs(pair), 2, "trn2", monkeypatch, seed)]
+        results = [np.asarray(r) for r in run(pair.synchronised, race_inputs(pair), 2, "trn2", seed)]
         first = first or results
         for result, same in zip(results, first, strict=True):
             np.testing.assert_array_equal(result, same)

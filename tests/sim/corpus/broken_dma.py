@@ -39,9 +39,14 @@ def trigger_engine_without_hardware_descriptors(x):
     nisa.dma_copy(dst=tile((128, 8)), src=x, engine=nisa.engine.scalar)  # <- breaks
 
 
-@broken(CASES, "dma-cast", f32(128, 8))
+@broken(CASES, "matching-dtype", f32(128, 8))
 def hardware_descriptors_that_cast(x):
     nisa.dma_copy(dst=tile((128, 8), nl.bfloat16), src=x, dge_mode=nisa.dge_mode.hwdge)  # <- breaks
+
+
+@broken(CASES, "dma-cast", f32(128, 8), target="trn3")
+def dma_that_casts_to_a_packed_dtype(x):
+    nisa.dma_copy(dst=nl.ndarray((128, 8), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf), src=x)  # <- breaks
 
 
 @broken(CASES, "target", f32(128, 8))

@@ -46,6 +46,12 @@ def stationary_of_129_columns():
     nisa.nc_matmul(dst=psum(128, 8), stationary=a, moving=b)  # <- breaks
 
 
+@broken(CASES, "tile-position")
+def stationary_wider_than_its_column_tile():
+    a, b = tile((128, 96), nl.bfloat16), tile((128, 8), nl.bfloat16)
+    nisa.nc_matmul(psum(96, 8), a, b, tile_position=(0, 0), tile_size=(128, 64))  # <- breaks
+
+
 @broken(CASES, "moving-limit")
 def moving_of_513_columns():
     a, b = tile((128, 128), nl.bfloat16), tile((128, 513), nl.bfloat16)
@@ -70,7 +76,7 @@ def matmul_of_both_e4m3_formats():
     nisa.nc_matmul(dst=psum(128, 128), stationary=a, moving=b)  # <- breaks
 
 
-@broken(CASES, "target")
+@broken(CASES, "operand-dtype")
 def matmul_into_bfloat16_before_trn3():
     a = tile((128, 128), nl.bfloat16)
     p = nl.ndarray((128, 128), dtype=nl.bfloat16, buffer=nl.psum)
@@ -95,14 +101,21 @@ def matmul_across_two_banks():
     nisa.nc_matmul(dst=psum(128, 1024)[:, 256:768], stationary=a, moving=b)  # <- breaks
 
 
-@broken(CASES, "double-row")
+@broken(CASES, "tile-position")
+def double_row_with_column_tiles():
+    a, b = tile((128, 2, 64), nl.float8_e5m2), tile((128, 2, 64), nl.float8_e5m2)
+    mode = nisa.matmul_perf_mode.double_row
+    nisa.nc_matmul(psum(64, 64), a, b, perf_mode=mode, tile_position=(0, 0), tile_size=(128, 64))  # <- breaks
+
+
+@broken(CASES, "operand-dtype")
 def double_row_of_bfloat16():
     a, b = tile((128, 2, 128), nl.bfloat16), tile((128, 2, 64), nl.bfloat16)
     mode = nisa.matmul_perf_mode.double_row
     nisa.nc_matmul(dst=psum(128, 64), stationary=a, moving=b, perf_mode=mode)  # <- breaks
 
 
-@broken(CASES, "double-row")
+@broken(CASES, "matmul-shape")
 def double_row_of_three():
     a, b = tile((128, 3, 128), nl.float8_e5m2), tile((128, 3, 64), nl.float8_e5m2)
     mode = nisa.matmul_perf_mode.double_row
@@ -133,7 +146,7 @@ def transpose_that_casts():
     nisa.nc_transpose(dst=tile((32, 32)), data=a, engine=nisa.engine.vector)  # <- breaks
 
 
-@broken(CASES, "transpose-shape")
+@broken(CASES, "matmul-shape")
 def transpose_that_keeps_the_shape():
     a = tile((32, 16))
     nisa.nc_transpose(dst=tile((32, 16)), data=a, engine=nisa.engine.vector)  # <- breaks
