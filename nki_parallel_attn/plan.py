@@ -5,9 +5,15 @@
     plan.rank(5).kvp_arguments(q_pos=0)           # what attention_kv_parallel_segmented_cte asks rank 5 for
     print(plan)
 
-A plan is plain numbers: making one touches no device and no process group. plan_feasibility.py holds its rules,
-plan_rank.py one rank's view, plan_bytes.py memory and traffic, plan_table.py the print, plan_agreement.py JSON and the
-check across ranks, plan_groups.py the torch process groups.
+A plan is plain numbers: making one touches no device and no process group.
+
+    plan_feasibility.py  its rules, and the feasible values nearest to a plan that breaks one
+    plan_rank.py         one rank's view
+    plan_shards.py       whole tensors and their shards
+    plan_bytes.py        memory and traffic
+    plan_table.py        the print
+    plan_agreement.py    JSON, and the check that all ranks hold the same plan
+    plan_groups.py       torch process groups
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nki_parallel_attn import plan_agreement, plan_bytes, plan_table
+from nki_parallel_attn import plan_agreement, plan_bytes, plan_shards, plan_table
 from nki_parallel_attn.errors import ArgumentError, PlanError
 from nki_parallel_attn.plan_feasibility import Request, check_feasible
 from nki_parallel_attn.plan_rank import RankView
@@ -65,7 +71,7 @@ class ShardingPlan:
         target: "trn2" or "trn3".
         rank_order: "consecutive" or "strided".
         max_seq_len: tokens of one sequence that the cache must hold. Contiguous needs it for every question about
-            positions, since it fixes where one rank's share ends; the other layouts take it as a default only.
+            positions, since it fixes where one rank's share ends; the other layouts grow evenly and do without.
             `dataclasses.replace(plan, max_seq_len=n)` is the same plan for another length.
 
     Raises:
@@ -200,7 +206,9 @@ class ShardingPlan:
         local_length = None
         if isinstance(self.kv_layout, Contiguous):
             if self.max_seq_len is None:
-                raise PlanError("Contiguous needs max_seq_len, which fixes where a rank's share ends", "None")
+                raise PlanError(
+                    "Contiguous needs max_seq_len, which fixes where a rank's share ends", "max_seq_len=None"
+                )
             virtual_block = self.sequence_ranks * self.block_size
             local_length = -(-self.max_seq_len // virtual_block) * self.block_size
             return self.kv_layout.bind(ranks=self.sequence_ranks, block_size=self.block_size, local_length=local_length)
@@ -245,8 +253,7 @@ class ShardingPlan:
         Args:
             shards: one tensor for each rank of the world, or of the first model copy.
         """
-        self._check_shards(shards)
-        return torch.cat([shards[rank] for rank in self._copy_in_head_order()], dim=-3)
+        return plan_shards.unshard_q(self, shards)
 
     def unshard_kv(
         self, shards: Sequence[Tensor], length: int, batch: int | None = None, *, paged: bool = True
@@ -261,12 +268,7 @@ class ShardingPlan:
         Returns:
             [kv_heads, length, d], or [batch, kv_heads, length, d].
         """
-        self._check_shards(shards)
-        lead = () if batch is None else (batch,)
-        whole = shards[0].new_zeros(*lead, self.shape.kv_heads, length, shards[0].shape[-1])
-        for rank in range(self.tp):
-            self.rank(rank).unshard_kv(shards[rank], whole, paged=paged)
-        return whole
+        return plan_shards.unshard_kv_all(self, shards, length, batch, paged)
 
     # Machine
 
@@ -363,11 +365,3 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         return self.table()
-
-    def _copy_in_head_order(self) -> list[int]:
-        """Ranks of the first model copy, by their first Q head."""
-        return sorted(range(self.tp), key=lambda rank: self.rank(rank).q_heads.start)
-
-    def _check_shards(self, shards: Sequence[Tensor]) -> None:
-        if len(shards) not in (self.tp, self.world_size):
-            raise ArgumentError("shards", f"{len(shards)} tensors", f"{self.tp} (tp) or {self.world_size} (world_size)")

@@ -163,34 +163,41 @@ def with_values(request: Request, values: dict[str, Any]) -> Request:
 
 def _repairs(request: Request, changed: dict[str, Any], changes: int) -> Iterator[dict[str, Any]]:
     """Every feasible change of exactly `changes` further parameters, each needed by the first rule still broken."""
-    rule = broken_rule(request)
-    if rule is None or not changes:
-        if rule is None and not changes:
+    if not changes:
+        if broken_rule(request) is None:
             yield changed
         return
-    for name in rule.parameters:
-        for value in _candidates(request, name) if name not in changed else []:
-            changed_request = with_values(request, {name: value})
-            if rule.holds(changed_request):
-                yield from _repairs(changed_request, {**changed, name: value}, changes - 1)
+    for name, value, mended in _mendings(request):
+        if name not in changed:
+            yield from _repairs(mended, {**changed, name: value}, changes - 1)
 
 
 def _repair_one_by_one(request: Request) -> dict[str, Any]:
-    """Mend one rule after the other, each by the nearest value that breaks no earlier one."""
+    """Mend one rule after the other, each by the nearest value; where no one value does, share no KV at all."""
     changed: dict[str, Any] = {}
-    while (rule := broken_rule(request)) is not None:
-        later = RULES[RULES.index(rule) + 1 :]
-        options = [
-            {name: value}
-            for name in rule.parameters
-            for value in _candidates(request, name)
-            if (still := broken_rule(with_values(request, {name: value}))) is None or still in later
-        ]
+    while broken_rule(request) is not None:
+        options = [({name: value}, mended) for name, value, mended in _mendings(request)]
         if not options:
-            return {}
-        nearest = min(options, key=lambda option: _distance(request, option))
-        request, changed = with_values(request, nearest), {**changed, **nearest}
+            alone = {name: 1 for name in ("kvp", "kvdp", "cp") if _get(request, name) != 1}
+            options = [(alone, with_values(request, alone))]
+        asked = request
+        change, request = min(options, key=lambda option: _distance(asked, option[0]))
+        changed.update(change)
     return changed
+
+
+def _mendings(request: Request) -> Iterator[tuple[str, Any, Request]]:
+    """Every change of one parameter after which the first broken rule holds, and the rules before it still do."""
+    rule = broken_rule(request)
+    if rule is None:
+        return
+    later = RULES[RULES.index(rule) + 1 :]
+    for name in rule.parameters:
+        for value in _candidates(request, name):
+            mended = with_values(request, {name: value})
+            broken = broken_rule(mended)
+            if broken is None or broken in later:
+                yield name, value, mended
 
 
 def _candidates(r: Request, name: str) -> list[Any]:

@@ -1,7 +1,8 @@
 """RankView: what one rank of a plan holds, and every tensor that a reference page asks that rank for.
 
-The tensors carry the page's parameter names; topology/ makes them from the bound layout. Prefill methods serve
-attention_kv_parallel_segmented_cte.
+The methods carry the pages' parameter names; topology/ makes the tensors from the bound layout. Decoding methods take
+the `positions` [B, S_tkg] of the step's active tokens, of the whole batch and the same on every rank, as
+topology/decode_rank.py describes them, and return this rank's part.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from nki_parallel_attn.errors import ArgumentError
+from nki_parallel_attn import plan_shards
+from nki_parallel_attn.errors import ArgumentError, PlanError
 from nki_parallel_attn.sim.replica_group import ReplicaGroup
-from nki_parallel_attn.topology import block_tables, rank_tensors_cte, slot_mapping
+from nki_parallel_attn.topology import block_tables, masks, rank_tensors_cte, rank_tensors_tkg, slot_mapping
+from nki_parallel_attn.topology.decode_rank import DecodeRank
+from nki_parallel_attn.topology.kv_layout import BoundLayout
 
 if TYPE_CHECKING:
     from nki_parallel_attn.plan import ShardingPlan
@@ -182,23 +185,23 @@ class RankView:
 
     def kvp_q_offset(self, q_pos: int) -> Tensor:
         """[1, 1] int32: causal offset of this rank for a call whose first Q token is at position q_pos."""
-        return rank_tensors_cte.kvp_q_offset(self.plan.layout, self.sequence_index, q_pos)
+        return rank_tensors_cte.kvp_q_offset(self._prefill_layout, self.sequence_index, q_pos)
 
     def kvp_rank_id(self) -> Tensor:
         """[1, 1] int32: index within the KV-parallel group."""
-        return rank_tensors_cte.kvp_rank_id(self.plan.layout, self.sequence_index)
+        return rank_tensors_cte.kvp_rank_id(self._prefill_layout, self.sequence_index)
 
     def kvp_group_size(self) -> int:
         """Ranks of the group under RoundRobin, 0 under Contiguous."""
-        return rank_tensors_cte.kvp_group_size(self.plan.layout)
+        return rank_tensors_cte.kvp_group_size(self._prefill_layout)
 
     def global_q_offset(self, q_pos: int, *, apc_mode: bool = False) -> int:
         """q_pos, or 0 in apc_mode."""
         return rank_tensors_cte.global_q_offset(q_pos, apc_mode)
 
     def valid_num_prior_tokens(self, q_pos: int) -> Tensor:
-        """[1, 1] int32: local tokens in blocks wholly at or before q_pos, for apc_mode."""
-        return rank_tensors_cte.valid_num_prior_tokens(self.plan.layout, self.sequence_index, q_pos)
+        """[1, 1] int32: local tokens in blocks wholly at or before q_pos, for apc_mode (RoundRobin only)."""
+        return rank_tensors_cte.valid_num_prior_tokens(self._prefill_layout, self.sequence_index, q_pos)
 
     def kvp_arguments(self, q_pos: int, *, apc_mode: bool = False) -> dict[str, Any]:
         """Every argument of attention_kv_parallel_segmented_cte that the plan determines, under the page's names.
@@ -219,35 +222,141 @@ class RankView:
             "valid_num_prior_tokens": self.valid_num_prior_tokens(q_pos) if apc_mode else None,
         }
 
+    # attention_block_tkg
+
+    @property
+    def decode_rank(self) -> DecodeRank:
+        """The rank's place among the cp*kvdp ranks of its KV group, as topology/ takes it.
+
+        Raises:
+            PlanError: a plan with kvp > 1.
+        """
+        if self.plan.kvp > 1:
+            raise PlanError("attention_block_tkg shares KV by kvdp and cp: kvp == 1", f"kvp={self.plan.kvp}")
+        coordinates = self.coordinates
+        return DecodeRank(self.plan.layout, coordinates["cp"], self.plan.kvdp, coordinates["kvdp"])
+
+    @property
+    def q_heads_attn(self) -> int:
+        """Q heads that a rank attends with after the gathers: q_heads*KVDP*CP of attention_block_tkg."""
+        return self.plan.q_heads_per_rank * self.plan.group_size
+
+    def kvdp_rank(self) -> Tensor:
+        """`KVDP_rank`: [1] uint32."""
+        return rank_tensors_tkg.kvdp_rank(self.decode_rank)
+
+    def pos_ids(self, positions: Tensor) -> Tensor:
+        """[B/KVDP, S_tkg] int32: local slots filled before each active token; without CP its position."""
+        return rank_tensors_tkg.pos_ids(self.decode_rank, positions)
+
+    def swa_start_pos_ids(self, positions: Tensor, sliding_window: int) -> Tensor:
+        """[B/KVDP, S_tkg] int32: first local slot in each query's window of `sliding_window` tokens."""
+        return rank_tensors_tkg.swa_start_pos_ids(self.decode_rank, positions, sliding_window)
+
+    def max_context_len(self, positions: Tensor) -> Tensor:
+        """[1] int32: the longest prior on this rank."""
+        return rank_tensors_tkg.max_context_len(self.decode_rank, positions)
+
+    def S_ctx(self, positions: Tensor) -> int:
+        """The smallest context length, in whole blocks, that holds every rank's prior and active tokens."""
+        return rank_tensors_tkg.s_ctx(self.decode_rank.layout, positions)
+
+    def active_blocks_table(self, sequences: Sequence[Sequence[int]], max_blocks: int, num_blocks: int) -> Tensor:
+        """[B/KVDP, max_blocks] int32, or [B/KVDP, kv_heads, max_blocks] in num_blocks*kv_heads addressing.
+
+        Args:
+            sequences: physical block of each local block, for each sequence this rank holds KV of.
+            max_blocks: width of the table.
+            num_blocks: blocks in the cache.
+        """
+        return block_tables.active_blocks_table(sequences, max_blocks, num_blocks, self.plan.kv_heads_per_rank)
+
+    def kv_cache_update_idx(
+        self, positions: Tensor, block_table: Tensor | None = None, *, s_max_ctx: int | None = None
+    ) -> Tensor:
+        """Where the active tokens go, uint32, its maximum where this rank writes nothing.
+
+        Args:
+            positions: [B, S_tkg].
+            block_table: [B/KVDP, max_blocks] block numbers, not per head; None for a flat cache.
+            s_max_ctx: local length of a flat cache, by default that of max_seq_len.
+
+        Returns:
+            Flat [B/KVDP, 1], the start slot; block [B/KVDP, S_tkg], or [B/KVDP, kv_heads, S_tkg] for several heads.
+        """
+        if block_table is not None:
+            heads = self.plan.kv_heads_per_rank
+            return rank_tensors_tkg.block_kv_cache_update_idx(self.decode_rank, positions, block_table, heads)
+        slots = self.plan.layout.local_slots(self.plan.length()) if s_max_ctx is None else s_max_ctx
+        return rank_tensors_tkg.flat_kv_cache_update_idx(self.decode_rank, positions, slots)
+
+    def attention_mask(
+        self,
+        positions: Tensor,
+        S_ctx: int | None = None,
+        *,
+        tree: Tensor | None = None,
+        sliding_window: int = 0,
+        is_qk_swapped: bool = False,
+    ) -> Tensor:
+        """The mask of this rank's local slots and of the active tokens it owns, uint8, 1 = visible.
+
+        Args:
+            positions: [B, S_tkg].
+            S_ctx: local context length of the bucket for a full mask; None for the active part, beside pos_ids.
+            tree: [S_tkg, B, 1 or q_heads_attn, S_tkg] (key, batch, head, query) of speculative tokens; else causal.
+            sliding_window: tokens, the query's own included; 0 for none.
+            is_qk_swapped: layout of a full mask.
+
+        Returns:
+            [S_tkg or S_ctx, B/KVDP, q_heads_attn, S_tkg], swapped [B/KVDP, q_heads_attn, S_tkg, S_ctx].
+        """
+        rank, heads = self.decode_rank, self.q_heads_attn
+        if S_ctx is None:
+            return masks.active_mask(rank, positions, heads, tree=tree, sliding_window=sliding_window)
+        return masks.full_mask(
+            rank, positions, heads, S_ctx, tree=tree, sliding_window=sliding_window, is_qk_swapped=is_qk_swapped
+        )
+
+    def shard_attention_mask(
+        self, mask: Tensor, positions: Tensor, S_ctx: int, *, is_qk_swapped: bool = False
+    ) -> Tensor:
+        """This rank's part of any global full mask, [S + S_tkg, B, q_heads_attn, S_tkg] or swapped."""
+        return masks.shard_full_mask(self.decode_rank, mask, positions, S_ctx, is_qk_swapped=is_qk_swapped)
+
+    def sink(self, sink: Tensor) -> Tensor:
+        """[q_heads_attn, 1] of the model copy's [q_heads] sinks: those of the heads its KV group gathers."""
+        return rank_tensors_tkg.group_sink(sink, self.kv_group, self.plan.kv_groups)
+
+    def decode_arguments(self) -> dict[str, Any]:
+        """Every argument of attention_block_tkg that the plan alone determines, under the page's names."""
+        kvdp, cp = self.plan.kvdp, self.plan.cp
+        return {
+            "KVDP": kvdp,
+            "KVDP_replica_group": self.kvdp_replica_group if kvdp > 1 else None,
+            "KVDP_collective_mode": self.plan.kvdp_collective_mode if kvdp > 1 else None,
+            "KVDP_rank": self.kvdp_rank() if kvdp > 1 else None,
+            "CP": cp,
+            "CP_replica_group": self.cp_replica_group if cp > 1 else None,
+        }
+
     # Global tensors and this rank's shards
 
     def shard_q(self, q: Tensor) -> Tensor:
         """This rank's Q heads of [..., q_heads, S, d]: a view [..., q_heads_per_rank, S, d]."""
-        self._check_heads("q", q, self.plan.shape.q_heads)
-        return q[..., self.q_heads.start : self.q_heads.stop, :, :]
+        return plan_shards.shard_q(self, q)
 
     def shard_kv(self, kv: Tensor, *, paged: bool = True) -> Tensor:
-        """This rank's part of a global K or V, with zeros in the slots that are left over.
+        """This rank's part of a global K or V, with zeros in the slots that are left over; differentiable.
 
         Args:
             kv: [kv_heads, S, d], or [B, kv_heads, S, d] of which kvdp keeps a part; positions 0 .. S-1.
             paged: as blocks, each sequence's in order; else flat.
 
         Returns:
-            [B_attn * blocks, kv_heads_per_rank, block_size, d], or flat [(B_attn,) kv_heads_per_rank, slots, d].
-            Differentiable.
+            [(B_attn *) blocks, kv_heads_per_rank, block_size, d], or flat [(B_attn,) kv_heads_per_rank, slots, d].
         """
-        self._check_heads("kv", kv, self.plan.shape.kv_heads)
-        if kv.ndim == 4:
-            kv = kv[self.batch_slice(len(kv))]
-        length = self.plan.length(kv.shape[-2])
-        owned = self.owned_positions(0, length).to(kv.device)
-        spare = self.plan.layout.local_slots(length) - len(owned)
-        local = _movable(kv)[..., self.kv_heads.start : self.kv_heads.stop, :, :].index_select(-2, owned)
-        local = torch.nn.functional.pad(local, (0, 0, 0, spare))
-        if local.dtype != kv.dtype:
-            local = local.view(kv.dtype)
-        return self._to_blocks(local) if paged else local
+        return plan_shards.shard_kv(self, kv, paged)
 
     def unshard_kv(self, local: Tensor, whole: Tensor, *, paged: bool = True) -> Tensor:
         """Write this rank's shard, as `shard_kv` makes it, to its place in `whole`; returns `whole`.
@@ -256,38 +365,11 @@ class RankView:
             local: the shard.
             whole: [kv_heads, S, d] or [B, kv_heads, S, d]; only what this rank holds is written.
         """
-        self._check_heads("whole", whole, self.plan.shape.kv_heads)
-        part = whole[self.batch_slice(len(whole))] if whole.ndim == 4 else whole
-        owned = self.owned_positions(0, self.plan.length(whole.shape[-2])).to(whole.device)
-        flat = self._to_flat(local, len(part) if whole.ndim == 4 else None) if paged else local
-        heads = _movable(part)[..., self.kv_heads.start : self.kv_heads.stop, :, :]
-        heads[..., owned, :] = _movable(flat)[..., : len(owned), :]
-        return whole
+        return plan_shards.unshard_kv(self, local, whole, paged)
 
-    def _to_blocks(self, local: Tensor) -> Tensor:
-        """[(B,) heads, slots, d] to [(B *) blocks, heads, block_size, d]."""
-        *lead, heads, slots, head_dim = local.shape
-        block_size = self.plan.block_size
-        blocked = local.reshape(*lead, heads, slots // block_size, block_size, head_dim).transpose(-4, -3)
-        return blocked.reshape(-1, heads, block_size, head_dim)
-
-    def _to_flat(self, cache: Tensor, batch: int | None) -> Tensor:
-        """The inverse of `_to_blocks` for `batch` sequences, or for one without a batch dim."""
-        lead = () if batch is None else (batch,)
-        blocked = cache.reshape(*lead, -1, *cache.shape[1:])
-        return blocked.transpose(-4, -3).flatten(-3, -2)
-
-    def _check_heads(self, argument: str, tensor: Tensor, heads: int) -> None:
-        if tensor.ndim not in (3, 4) or tensor.shape[-3] != heads:
-            name = "q_heads" if argument == "q" else "kv_heads"
-            expected = f"[{name}, S, d] or [B, {name}, S, d] with {name}={heads}"
-            raise ArgumentError(argument, tuple(tensor.shape), expected)
-        if tensor.ndim == 3 and self.plan.kvdp > 1 and argument != "q":
-            raise ArgumentError(
-                argument, tuple(tensor.shape), f"[B, kv_heads, S, d], whose batch kvdp={self.plan.kvdp} divides"
-            )
-
-
-def _movable(tensor: Tensor) -> Tensor:
-    """float8 as its bytes: torch moves float8 with few of its operations."""
-    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    @property
+    def _prefill_layout(self) -> BoundLayout:
+        if self.plan.kvdp * self.plan.cp > 1:
+            got = f"kvdp={self.plan.kvdp}, cp={self.plan.cp}"
+            raise PlanError("attention_kv_parallel_segmented_cte shares KV by kvp: kvdp*cp == 1", got)
+        return self.plan.layout
