@@ -1,0 +1,295 @@
+"""The machinery of nki.isa: how an instruction is declared, checked, executed and observed.
+
+An instruction is a function with the documented signature, preceded by `call`, under the `@instruction` decorator,
+which states where it runs and which operands it reads and writes:
+
+    @instruction(engine=engine.vector, reads=("data",), writes=("dst",), elementwise=("dst", "data"))
+    def reciprocal(call: Call, dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+        call.emit(torch.reciprocal, dst, data.f32())
+
+Calling it resolves run-time addresses, runs the checks that follow from the declaration, runs the body (its own checks
+and the computation), marks what was written, and tells the core's observers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, cast
+
+import torch
+
+from . import location
+from .core import Core, current_core, fail
+from .dtypes import FLOAT32, DType
+from .enums import engine, oob_mode
+from .indirect import index_of, resolve
+from .operand_checks import check_operand, check_together
+from .tensor import NkiTensor
+
+P = ParamSpec("P")
+Engine = engine
+
+
+class NkiInstruction:
+    """What an instruction returns: a handle for scheduling hints, which do not change results.
+
+    Attributes:
+        name: the `name` argument, or None.
+        mnemonic: the instruction's function name.
+    """
+
+    __slots__ = ("mnemonic", "name")
+
+    def __init__(self, mnemonic: str, name: str | None) -> None:
+        self.mnemonic = mnemonic
+        self.name = name
+
+    def depends_on(self, *producers: NkiInstruction) -> NkiInstruction:
+        """Run after `producers`. Program order already guarantees it here."""
+        return self
+
+
+class Observer(Protocol):
+    """Sees every instruction of every core, in execution order (race detection, cost model, tracing)."""
+
+    def on_instruction(self, call: Call) -> None:
+        """Called after the instruction took effect, still inside it, so `call.location` finds the kernel's line."""
+
+
+class Call:
+    """One execution of an instruction.
+
+    Attributes:
+        core: where it runs.
+        declaration: the instruction.
+        engine: the engine that executes it.
+        reads, writes: tensors it reads and writes, with run-time addresses resolved. The index tensors of indirect
+            operands are among the reads. The body may add to them.
+        arguments: its arguments by name.
+        work: facts for the cost model that the operands do not show; filled by the body.
+        skipped: an out-of-bounds access under oob_mode.skip left nothing to do.
+    """
+
+    __slots__ = ("_bound", "core", "declaration", "engine", "reads", "skipped", "work", "writes")
+
+    def __init__(self, core: Core, declaration: Instruction, unit: Engine, bound: list[Any]) -> None:
+        self.core = core
+        self.declaration = declaration
+        self.engine = unit
+        self._bound = bound
+        self.reads: list[NkiTensor] = []
+        self.writes: list[NkiTensor] = []
+        self.work: dict[str, Any] = {}
+        self.skipped = False
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Arguments by parameter name."""
+        return dict(zip(self.declaration.parameters, self._bound, strict=True))
+
+    @property
+    def name(self) -> str:
+        """The instruction's function name."""
+        return self.declaration.name
+
+    @property
+    def location(self) -> tuple[str, int] | None:
+        """File and line in the kernel; ask while the instruction executes."""
+        return location.caller()
+
+    def fail(self, rule: str, message: str) -> NoReturn:
+        """Raise the error of `rule`, naming the instruction and the kernel's line."""
+        fail(rule, f"{self.name}: {message}")
+
+    def require(self, condition: bool, rule: str, message: str) -> None:
+        """Raise the error of a hardware rule unless `condition` holds or hardware checks are off."""
+        if not condition and self.core.checking:
+            self.fail(rule, message)
+
+    def require_target(self, version: Any, what: str) -> None:
+        """Demand that the target is of generation `version` or newer for `what`."""
+        if not self.core.target.at_least(version):
+            self.require(
+                False, "target", f"{what} needs {version.name} or newer, the target is {self.core.target.name}"
+            )
+
+    def emit(self, function: Callable[..., torch.Tensor], dst: NkiTensor, *args: Any, **kwargs: Any) -> None:
+        """dst = function(*args, **kwargs) in float32, rounded to dst's dtype; straight into dst when that is possible.
+
+        `function` takes `out=`. Skipped in cost-only mode.
+        """
+        if dst.format is FLOAT32 and type(dst) is NkiTensor:
+            target = dst.target()
+            first = args[0]
+            if first.shape == target.shape:
+                try:
+                    function(*args, **kwargs, out=target)
+                except RuntimeError as error:
+                    if "single memory location" not in str(error):
+                        raise
+                    target.copy_(function(*args, **kwargs))
+                return
+        dst.put(function(*args, **kwargs))
+
+    def check_written(self, operand: str, tensor: NkiTensor) -> None:
+        """Raise if an element of `tensor` is read before anything wrote it."""
+        where = tensor.unwritten()
+        if where is not None:
+            self.fail(
+                "uninitialised-read",
+                f"{operand} reads element {list(where)} of {tensor.name} {list(tensor.shape)}, which was never written",
+            )
+
+
+class Instruction:
+    """A declared instruction.
+
+    Attributes:
+        engines: where it may run; the first is the default.
+        reads, writes: names of the parameters that are tensors (or lists of tensors, or None, or numbers).
+        elementwise: parameters with equal partitions and equal elements per partition.
+        vectors: parameters that are [P, 1] tensors when they are tensors, P as in the first elementwise parameter.
+        not_both_psum: two parameters that may not both be in PSUM.
+        any_partition: parameters that may start at any partition.
+        dtypes: allowed dtypes by parameter.
+        indirect: parameters that take tensor indirection.
+    """
+
+    def __init__(self, body: Callable[..., None], engine: Any, **roles: Any) -> None:
+        self.body = body
+        self.name = body.__name__
+        parameters = list(inspect.signature(body).parameters.values())[1:]
+        self.parameters = [p.name for p in parameters]
+        self._position = {name: i for i, name in enumerate(self.parameters)}
+        self._defaults = [_MISSING if p.default is inspect.Parameter.empty else p.default for p in parameters]
+        self._engine = engine
+        self.reads: tuple[str, ...] = roles.pop("reads", ())
+        self.writes: tuple[str, ...] = roles.pop("writes", ())
+        self.elementwise: tuple[str, ...] = roles.pop("elementwise", ())
+        self.vectors: tuple[str, ...] = roles.pop("vectors", ())
+        self.not_both_psum: tuple[str, ...] = roles.pop("not_both_psum", ())
+        self.any_partition: tuple[str, ...] = roles.pop("any_partition", ())
+        self.indirect: tuple[str, ...] = roles.pop("indirect", ())
+        self.dtypes: Mapping[str, Sequence[DType]] = roles.pop("dtypes", {})
+        self.engines: tuple[Engine, ...] = roles.pop("engines", ()) or (engine,)
+        assert not roles, f"unknown roles {roles}"
+        self.operands = [(name, self._position[name]) for name in (*self.reads, *self.writes)]
+        self._reads = [(name, self._position[name]) for name in self.reads]
+        self._writes = [(name, self._position[name]) for name in self.writes]
+        self._oob = self._position.get("oob_mode")
+        self._name = self._position.get("name")
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Arguments in the order of the parameters, defaults filled in."""
+        bound = self._defaults.copy()
+        bound[: len(args)] = args
+        position = self._position
+        try:
+            for name, value in kwargs.items():
+                bound[position[name]] = value
+        except KeyError:
+            raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}") from None
+        if len(bound) != len(position):
+            raise TypeError(f"{self.name}() takes {len(position)} arguments but {len(args)} were given")
+        if _MISSING in bound:
+            missing = [name for name, value in zip(self.parameters, bound, strict=True) if value is _MISSING]
+            raise TypeError(f"{self.name}() missing arguments {missing}")
+        return bound
+
+    def issue(self, *args: Any, **kwargs: Any) -> NkiInstruction:
+        """Execute on the current core."""
+        core = current_core()
+        bound = self.bind(args, kwargs)
+        unit = self._engine if type(self._engine) is Engine else self._engine(*bound)
+        call = Call(core, self, unit, bound)
+        named = self._collect(call, bound)
+        if core.checking:
+            for operand, tensor, written in named:
+                check_operand(call, operand, tensor, written)
+        check_together(call, bound, self._position)
+        if core.checks.uninitialised:
+            for operand, tensor, written in named:
+                if not written and not tensor.storage.full:
+                    call.check_written(operand, tensor)
+        if not call.skipped:
+            self.body(call, *bound)
+            for tensor in call.writes:
+                storage = tensor.storage
+                if not storage.full and (core.shadowing or storage.arena is not None):
+                    tensor.mark_written()
+        for observer in core.observers:
+            observer.on_instruction(call)
+        return NkiInstruction(self.name, None if self._name is None else bound[self._name])
+
+    def _collect(self, call: Call, bound: list[Any]) -> list[tuple[str, NkiTensor, bool]]:
+        """Resolve tensor operands in place and list them as (parameter, tensor, is written)."""
+        found: list[tuple[str, NkiTensor, bool]] = []
+        for roles, written, tensors in ((self._reads, False, call.reads), (self._writes, True, call.writes)):
+            for operand, position in roles:
+                value = bound[position]
+                if isinstance(value, NkiTensor):
+                    value = bound[position] = self._resolve(call, value, found)
+                    if value is not None:
+                        tensors.append(value)
+                        found.append((operand, value, written))
+                elif type(value) is list or type(value) is tuple:
+                    items = bound[position] = [self._resolve(call, item, found) for item in value]
+                    for item in items:
+                        if item is not None:
+                            tensors.append(item)
+                            found.append((operand, item, written))
+        return found
+
+    def _resolve(self, call: Call, value: NkiTensor, found: list[tuple[str, NkiTensor, bool]]) -> NkiTensor | None:
+        if value.storage.overflows:
+            value.storage.touched()
+        if value.indirection is None:
+            return value
+        index = index_of(value)
+        if index is not None:
+            call.reads.append(index)
+            found.append(("the index", index, False))
+            if call.core.checks.uninitialised:
+                call.check_written("the index", index)
+        skip = self._oob is not None and call._bound[self._oob] is oob_mode.skip
+        resolved = resolve(value, call.engine, skip)
+        if resolved is None:
+            call.skipped = True
+        return resolved
+
+
+class _Missing:
+    pass
+
+
+_MISSING = _Missing()
+
+
+def instruction(
+    *, engine: Engine | Callable[..., Engine], **roles: Any
+) -> Callable[[Callable[Concatenate[Call, P], None]], Callable[P, NkiInstruction]]:
+    """Declare an instruction; see Instruction for the roles.
+
+    Args:
+        engine: the engine, or a function of the arguments, in order, that chooses it; then state `engines` too.
+    """
+
+    def declare(body: Callable[Concatenate[Call, P], None]) -> Callable[P, NkiInstruction]:
+        declaration = Instruction(body, engine, **roles)
+        INSTRUCTIONS[declaration.name] = declaration
+
+        def issue(*args: Any, **kwargs: Any) -> NkiInstruction:
+            return declaration.issue(*args, **kwargs)
+
+        functools.update_wrapper(issue, body)
+        signature = inspect.signature(body)
+        parameters = list(signature.parameters.values())[1:]
+        issue.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return cast(Callable[P, NkiInstruction], issue)
+
+    return declare
+
+
+INSTRUCTIONS: dict[str, Instruction] = {}

@@ -1,0 +1,69 @@
+"""Operators as the Vector, Scalar and GpSimd ALUs apply them: float32 arithmetic, or bit patterns of integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..dtypes import as_float32, int32, uint32
+from ..enums import nc_version
+from ..instruction import Call
+from ..ops import Operator, abs_max, abs_min, as_operator
+from ..tensor import NkiTensor
+
+EXACT_INTEGERS = (int32, uint32)
+
+
+def alu_operator(call: Call, value: Any, *, inputs: int | None = 2) -> Operator:
+    """The operator of an ALU instruction.
+
+    Args:
+        inputs: how many operands it must take; None for any.
+    """
+    operator = as_operator(value)
+    if operator.kind not in ("arithmetic", "bitvec"):
+        call.fail("operator", f"{operator!r} is not an ALU operator")
+    if inputs is not None and operator.inputs != inputs:
+        call.fail("operator", f"{operator!r} takes {operator.inputs} operand(s), expected {inputs}")
+    if operator in (abs_max, abs_min):
+        call.require_target(nc_version.gen4, repr(operator))
+    return operator
+
+
+def check_bitvec(call: Call, operator: Operator, **tensors: Any) -> None:
+    """Demand integer tensors for a bitvec operator."""
+    if not operator.is_bitvec or not call.core.checking:
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, NkiTensor) and not tensor.dtype.is_integer:
+            call.fail("bitvec-integer", f"{operator!r} with {name} of dtype {tensor.dtype}")
+
+
+def unsigned(tensor: NkiTensor) -> torch.Tensor:
+    """Bit patterns as non-negative int64."""
+    width = 8 * tensor.dtype.itemsize
+    return tensor.raw.to(torch.int64) & ((1 << width) - 1)
+
+
+def put_bits(dst: NkiTensor, values: torch.Tensor) -> None:
+    """Write int64 bit patterns, truncated to dst's width."""
+    width = 8 * dst.dtype.itemsize
+    values = values & ((1 << width) - 1)
+    info = torch.iinfo(dst.format.torch)
+    if info.min < 0:
+        values = torch.where(values > info.max, values - (1 << width), values)
+    dst.put_raw(values.to(dst.format.torch))
+
+
+def exact(tensor: NkiTensor) -> torch.Tensor:
+    """Values of an integer tensor as int64."""
+    return tensor.raw.to(torch.int64)
+
+
+def column(value: Any, shape: tuple[int, ...], *, bits: bool = False) -> Any:
+    """A per-partition operand, broadcast over the free dimensions of a tensor of `shape`; numbers as they are."""
+    if not isinstance(value, NkiTensor):
+        return as_float32(value) if type(value) is float else value
+    values = unsigned(value) if bits else value.f32()
+    return values if len(shape) == 2 and len(value.shape) == 2 else values.reshape(shape[0], *(1 for _ in shape[1:]))

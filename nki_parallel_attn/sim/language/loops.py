@@ -1,0 +1,70 @@
+"""Loops and dynamic slices. Source: nki/api/nki/language/__init__.py; nki/deep-dives/nki-dynamic-loops.rst.
+
+Static loops are Python's range. Dynamic loops run on the device, so their variable is a register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..core import current_core, fail
+from ..registers import VirtualRegister
+from ..views import DynamicSlice
+
+Bound = int | VirtualRegister
+
+
+def ds(start: Any, size: int) -> DynamicSlice:
+    """`size` elements from `start`, which may be a register or a [1, 1] tensor."""
+    return DynamicSlice(start, size)
+
+
+def static_range(start: int, stop: int | None = None, step: int = 1) -> range:
+    """Python's range: the loop is unrolled."""
+    return range(start) if stop is None else range(start, stop, step)
+
+
+affine_range = sequential_range = static_range
+
+
+def dynamic_range(start: Bound, stop: Bound | None = None, step: int = 1) -> Iterator[VirtualRegister]:
+    """A loop on the device from start to stop (exclusive), which may be registers; yields a read-only register."""
+    if stop is None:
+        start, stop = 0, start
+    return _registers(start, stop, step, frozen=True)
+
+
+def fori_loop(lower: Bound, upper: Bound, body_fun: Callable[[VirtualRegister], None], step: int = 1) -> None:
+    """Call body_fun(register) for each value from lower to upper (exclusive)."""
+    for register in _registers(lower, upper, step, frozen=False):
+        if body_fun(register) is not None:  # type: ignore[func-returns-value]
+            fail("loop-body", "the body of fori_loop returns nothing")
+
+
+def while_loop(init: VirtualRegister, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
+    """Call body_fun(register) while the condition is not 0; it returns the next condition register."""
+    _check_outside_no_reorder()
+    condition = init
+    while condition.read() != 0:
+        condition = body_fun(VirtualRegister(condition.read()))
+        if not isinstance(condition, VirtualRegister):
+            fail("loop-body", f"the body of while_loop returned {condition!r}, expected the next condition register")
+
+
+def _registers(start: Bound, stop: Bound, step: int, frozen: bool) -> Iterator[VirtualRegister]:
+    if isinstance(step, VirtualRegister) or not isinstance(step, int) or step < 1:
+        fail("loop-step", f"step is {step!r}, expected a positive integer")
+    _check_outside_no_reorder()
+    for value in range(_value(start), _value(stop), step):
+        yield VirtualRegister(value, frozen)
+
+
+def _value(bound: Bound) -> int:
+    return bound.read() if isinstance(bound, VirtualRegister) else bound
+
+
+def _check_outside_no_reorder() -> None:
+    core = current_core()
+    if core.no_reorder_depth and core.checking:
+        fail("loop-no-reorder", "a dynamic loop inside a no_reorder block; put the block inside the loop")

@@ -1,0 +1,217 @@
+"""Every rule the simulator enforces: its stable name, what it says, where that is documented, and what turns it off.
+
+Paths are relative to the public documentation repository (aws-neuron-sdk). `kind` is the field of `core.Checks` that
+switches the rule; rules of kind "always" cannot be switched off, because without them an instruction has no meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import (
+    CapacityError,
+    NkiValidationError,
+    OutOfBoundsError,
+    UninitializedReadError,
+)
+
+ISA = "nki/api/nki/isa/__init__.py"
+LANGUAGE = "nki/api/nki/language/__init__.py"
+ARCH = "nki/guides/architecture/trainium_inferentia2_arch.rst"
+GUIDE = "nki/get-started/nki-language-guide.rst"
+TILING = "nki/get-started/about/tiling-overview.rst"
+APS = "nki/deep-dives/nki-aps.rst"
+MIGRATION = "nki/migration/index.rst"
+SHARED = "nki/api/nki.api.shared.rst"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One documented rule of the hardware or the language."""
+
+    name: str
+    statement: str
+    source: str
+    kind: str = "hardware"
+    error: type[NkiValidationError] = NkiValidationError
+
+
+_TABLE = [
+    # Shape of what one instruction may touch.
+    Rule("partition-limit", "a tile spans at most 128 partitions", TILING),
+    Rule(
+        "start-partition",
+        "a tile of more than 64 partitions starts at partition 0, of more than 32 at 0 or 64, "
+        "and a smaller one at 0, 32, 64 or 96",
+        ARCH,
+    ),
+    Rule("partition-stride", "a tile's partitions are adjacent", APS),
+    Rule("access-pattern-dims", "an access pattern has at most 5 dimensions, the partition dimension included", GUIDE),
+    Rule("write-overlap", "a destination addresses each element once", APS),
+    Rule(
+        "same-partitions", "operands of an element-wise instruction have the same number of partitions", ISA, "always"
+    ),
+    Rule(
+        "same-elements",
+        "operands of an element-wise instruction have the same number of elements per partition",
+        ISA,
+        "always",
+    ),
+    Rule("vector-operand", "a per-partition operand has one element in each partition of the data", ISA, "always"),
+    Rule("element-count", "source and destination of a transfer have the same number of elements", ISA, "always"),
+    Rule(
+        "reduce-axis",
+        "a reduction covers the last free dimensions, contiguously, and never the partition dimension",
+        ISA,
+        "always",
+    ),
+    Rule(
+        "matmul-shape",
+        "dst is [stationary free size, moving free size] and both inputs have the same partitions",
+        ISA,
+        "always",
+    ),
+    Rule("stationary-limit", "the stationary tile is at most 128 wide", ISA),
+    Rule("moving-limit", "the moving tile is at most 512 wide (trn3: 4096 into float32, 8192 into bfloat16)", ISA),
+    Rule("transpose-limit", "a transpose is at most 128 x 128 on the Tensor Engine, 32 x 32 on the Vector Engine", ISA),
+    Rule(
+        "tile-position",
+        "tile_position and tile_size come together; sizes are 32, 64 or 128 and positions multiples of "
+        "them inside the 128 x 128 array",
+        ISA,
+    ),
+    Rule(
+        "iota-pattern",
+        "the pattern has 1 to 4 [step, num] pairs whose product is dst's elements per partition",
+        ISA,
+        "always",
+    ),
+    # Which engine may do what.
+    Rule(
+        "memory-access",
+        "Tensor Engine reads SBUF and writes PSUM; Vector and Scalar Engine use SBUF and PSUM; GpSimd "
+        "uses SBUF only; DMA uses HBM and SBUF",
+        ISA,
+    ),
+    Rule("engine-choice", "the instruction runs on the engines its page lists", ISA),
+    Rule("both-in-psum", "the two tensor inputs are not both in PSUM", ISA),
+    Rule("target", "the instruction or option exists on the target's NeuronCore generation", ISA),
+    Rule("operand-dtype", "each operand has a dtype that the instruction takes", ISA),
+    Rule("matching-dtype", "operands that are copied or transposed bit for bit have the same dtype", ISA),
+    Rule("operator", "the operator is one that the instruction takes", SHARED, "always"),
+    Rule("operator-kind", "two operators of one instruction are both bitvec or both arithmetic", ISA),
+    Rule("bitvec-integer", "bitvec operators take integer tensors", SHARED),
+    Rule("scalar-operand", "a constant operand is a number that the operator can use", ISA, "always"),
+    Rule(
+        "reduce-register", "reduce_op, reduce_cmd and reduce_res are a combination that the instruction documents", ISA
+    ),
+    Rule(
+        "activation-range",
+        "the input of sin, arctan, log, sqrt, rsqrt and reciprocal on the Scalar Engine lies in the "
+        "function's valid range",
+        SHARED,
+        "activation_range",
+    ),
+    Rule("memset-value", "memset's value matches dst's dtype; packed x4 dtypes take only 0", MIGRATION),
+    Rule(
+        "psum-accumulate",
+        "accumulate=True needs a location that a matmul has initialised; before trn3 a location set "
+        "by another instruction cannot be accumulated onto",
+        ISA,
+    ),
+    Rule("dma-psum", "DMA does not access PSUM", MIGRATION),
+    Rule("dma-mode", "dge_mode, engine, priority and oob_mode are a combination that the DMA documents", ISA),
+    Rule("enum-argument", "options are members of the documented enums, not integers or strings", MIGRATION, "always"),
+    # Memory.
+    Rule("sbuf-capacity", "live tensors fit an SBUF partition", ARCH, "capacity", CapacityError),
+    Rule("psum-capacity", "live tensors fit the 8 PSUM banks of a partition", ARCH, "capacity", CapacityError),
+    Rule("hbm-capacity", "live tensors fit the HBM of the logical core", ARCH, "capacity", CapacityError),
+    Rule(
+        "address",
+        "a manual address lies inside the memory, and in PSUM at the start of a bank",
+        MIGRATION,
+        "always",
+        OutOfBoundsError,
+    ),
+    Rule("tensor-shape", "a tensor has positive integer dimensions, at least 2 on chip", LANGUAGE, "always"),
+    Rule("tensor-dtype", "a dtype is one of nki.language's", SHARED, "always"),
+    Rule("buffer", "a buffer is nl.sbuf, nl.psum, nl.hbm, nl.private_hbm or nl.shared_hbm", MIGRATION, "always"),
+    Rule(
+        "uninitialised-read",
+        "an instruction reads only what has been written",
+        GUIDE,
+        "uninitialised",
+        UninitializedReadError,
+    ),
+    Rule(
+        "uninitialised-output",
+        "every element of a returned tensor has been written",
+        GUIDE,
+        "outputs",
+        UninitializedReadError,
+    ),
+    Rule(
+        "shared-allocation", "program instances allocate the same shared HBM tensors in the same order", GUIDE, "always"
+    ),
+    # Views.
+    Rule("index-bounds", "an index lies inside its dimension", LANGUAGE, "always", OutOfBoundsError),
+    Rule(
+        "access-bounds",
+        "an access pattern stays inside its tensor, and on chip inside a partition",
+        APS,
+        "always",
+        OutOfBoundsError,
+    ),
+    Rule(
+        "dynamic-bounds",
+        "a runtime index or offset stays inside its tensor unless oob_mode is skip",
+        ISA,
+        "always",
+        OutOfBoundsError,
+    ),
+    Rule("view", "a view operation meets its documented constraints", LANGUAGE, "always"),
+    Rule(
+        "indirect-view",
+        "an indirect view is not indirected again, and its indirect dimension not sliced",
+        LANGUAGE,
+        "always",
+    ),
+    Rule(
+        "precise-view",
+        "reinterpreting a low-precision tensor needs NKI_PRECISE_FP=1",
+        "nki/guides/nki_simulator.rst",
+        "always",
+    ),
+    # Kernels and control flow.
+    Rule("outside-kernel", "instructions and allocations happen inside a kernel", GUIDE, "always"),
+    Rule(
+        "kernel-argument",
+        "arguments are arrays of NKI dtypes, numbers, strings, and containers of them",
+        GUIDE,
+        "always",
+    ),
+    Rule("kernel-output", "returned tensors are in shared HBM", MIGRATION, "outputs"),
+    Rule("jit-option", "nki.jit takes no platform_target", MIGRATION, "always"),
+    Rule("lnc", "a kernel is launched on as many cores as the target's logical core joins", GUIDE, "always"),
+    Rule(
+        "register",
+        "a register is read after it is written, loop registers are read-only, and a load or store names one element",
+        ISA,
+        "always",
+    ),
+    Rule(
+        "loop-step",
+        "the step of a dynamic loop is a positive compile-time integer",
+        "nki/deep-dives/nki-dynamic-loops.rst",
+        "always",
+    ),
+    Rule(
+        "loop-body",
+        "fori_loop's body returns nothing and while_loop's body the next condition register",
+        MIGRATION,
+        "always",
+    ),
+    Rule("loop-no-reorder", "dynamic loops stay outside no_reorder blocks", "nki/deep-dives/nki-dynamic-loops.rst"),
+]
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in _TABLE}

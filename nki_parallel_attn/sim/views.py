@@ -1,0 +1,441 @@
+"""View operations of NkiTensor: every one derives (shape, strides, offset) and copies nothing.
+
+Source: nki/api/nki/language/__init__.py, NkiTensor; nki/get-started/nki-language-guide.rst; nki/deep-dives/nki-aps.rst.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .core import fail
+from .dtypes import DType, as_dtype
+from .enums import MemoryRegion
+from .indirect import ColumnOffsets, Indirection, RowOffsets, ScalarOffset
+from .layout import dense_strides, extent, reshape_strides
+from .registers import VirtualRegister
+
+if TYPE_CHECKING:
+    from .memory import Storage
+    from .tensor import NkiTensor
+
+
+@dataclass(frozen=True)
+class DynamicSlice:
+    """`nl.ds(start, size)`: elements start to start + size - 1; `start` may be a register or a [1, 1] tensor."""
+
+    start: Any
+    size: int
+
+
+class ViewOperations:
+    """The view methods of NkiTensor. On-chip tensors keep their partition dimension first."""
+
+    __slots__ = ()
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: DType
+    storage: Storage
+    on_chip: bool
+    indirection: Indirection | None
+
+    def _derive(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        dtype: DType | None = None,
+        indirection: Indirection | None = None,
+    ) -> NkiTensor:
+        raise NotImplementedError
+
+    # Queries.
+
+    def is_contiguous(self) -> bool:
+        """Whether the elements are dense and row-major; on chip, within each partition."""
+        first = 1 if self.on_chip else 0
+        expected = dense_strides(self.shape)
+        return all(
+            size == 1 or stride == dense
+            for size, stride, dense in zip(self.shape[first:], self.strides[first:], expected[first:], strict=True)
+        )
+
+    def get_pattern(self) -> list[list[int]]:
+        """The access pattern as [[stride, count], ...]."""
+        return [[stride, size] for stride, size in zip(self.strides, self.shape, strict=True)]
+
+    def is_indirect(self) -> bool:
+        """Whether the view uses an address that is only known at run time."""
+        return self.indirection is not None
+
+    # Indexing.
+
+    def __getitem__(self, key: Any) -> NkiTensor:
+        keys = key if type(key) is tuple else (key,)
+        shape, strides = self.shape, self.strides
+        ndim = len(shape)
+        if any(item is Ellipsis for item in keys):
+            keys = self._expand_ellipsis(keys)
+        if len(keys) > ndim:
+            fail("index-bounds", f"{len(keys)} indices for a tensor of {ndim} dimensions {list(shape)}")
+        on_chip = self.on_chip
+        offset = self.offset
+        new_shape: list[int] = []
+        new_strides: list[int] = []
+        dropped: list[int] = []
+        indirection = self.indirection
+        for dim in range(ndim):
+            size, stride = shape[dim], strides[dim]
+            if dim >= len(keys):
+                new_shape.append(size)
+                new_strides.append(stride)
+                continue
+            item = keys[dim]
+            if type(item) is slice:
+                if item.start is None and item.stop is None and item.step is None:
+                    new_shape.append(size)
+                    new_strides.append(stride)
+                    continue
+                start, stop, step = self._slice_bounds(dim, item)
+            elif isinstance(item, DynamicSlice):
+                if (type(item.start) is not int and not hasattr(item.start, "__index__")) or _is_dynamic(item.start):
+                    indirection = self._new_scalar(dim, item.start, size - item.size, indirection)
+                    start, stop, step = 0, item.size, 1
+                else:
+                    start, step = int(item.start), 1
+                    stop = start + item.size
+                if not 0 <= start < stop <= size:
+                    fail("index-bounds", f"ds({item.start}, {item.size}) on dimension {dim} of {list(shape)}")
+            elif _is_dynamic(item):
+                indirection = self._new_scalar(dim, item, size - 1, indirection)
+                if on_chip and dim == 0:
+                    fail("view", "the partition dimension cannot be selected at run time")
+                dropped.append(len(new_shape))
+                continue
+            elif hasattr(item, "__index__"):
+                position = item.__index__()
+                if not -size <= position < size:
+                    fail("index-bounds", f"index {position} on dimension {dim} of {list(shape)}")
+                if position < 0:
+                    position += size
+                if self._is_row_indirect(dim):
+                    fail("indirect-view", f"dimension {dim} is indirect and cannot be indexed")
+                offset += position * stride
+                if on_chip and dim == 0:
+                    new_shape.append(1)
+                    new_strides.append(stride)
+                else:
+                    dropped.append(len(new_shape))
+                continue
+            else:
+                fail("index-bounds", f"{item!r} cannot index dimension {dim}; use integers, slices, ds or Ellipsis")
+            if self._is_row_indirect(dim) and (start, stop, step) != (0, size, 1):
+                fail("indirect-view", f"dimension {dim} is indirect and cannot be sliced")
+            offset += start * stride
+            new_shape.append((stop - start + step - 1) // step)
+            new_strides.append(stride * step)
+        least = 2 if on_chip else 1
+        if len(new_shape) < least and dropped:
+            new_shape.append(1)
+            new_strides.append(1)
+        return self._derive(tuple(new_shape), tuple(new_strides), offset, None, indirection)
+
+    def _expand_ellipsis(self, keys: tuple[Any, ...]) -> tuple[Any, ...]:
+        positions = [i for i, item in enumerate(keys) if item is Ellipsis]
+        if len(positions) > 1:
+            fail("index-bounds", "an index has at most one Ellipsis")
+        missing = len(self.shape) - (len(keys) - 1)
+        if missing < 0:
+            fail("index-bounds", f"{len(keys) - 1} indices for a tensor of {len(self.shape)} dimensions")
+        at = positions[0]
+        return keys[:at] + (slice(None),) * missing + keys[at + 1 :]
+
+    def _slice_bounds(self, dim: int, item: slice) -> tuple[int, int, int]:
+        size = self.shape[dim]
+        start = 0 if item.start is None else item.start
+        stop = size if item.stop is None else item.stop
+        step = 1 if item.step is None else item.step
+        if type(start) is not int or type(stop) is not int or type(step) is not int:
+            if any(_is_dynamic(value) for value in (start, stop, step)):
+                fail("view", "a slice has compile-time bounds; use nl.ds(start, size) for a start known at run time")
+            start, stop, step = int(start), int(stop), int(step)
+        if start < 0:
+            start += size
+        if stop < 0:
+            stop += size
+        if step < 1 or not 0 <= start < stop <= size:
+            fail("index-bounds", f"slice {item.start}:{item.stop}:{step} on dimension {dim} of {list(self.shape)}")
+        return start, stop, step
+
+    def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
+        """Elements start to end (exclusive) of dimension `dim`, every `step`-th; 0 <= start < end <= size."""
+        dim = self._dim(dim)
+        if step < 1 or not 0 <= start < end <= self.shape[dim]:
+            fail("index-bounds", f"slice {start}:{end}:{step} on dimension {dim} of {list(self.shape)}")
+        return self[(slice(None),) * dim + (slice(start, end, step),)]
+
+    def select(self, dim: int, index: Any) -> NkiTensor:
+        """The view at `index` along `dim`, which disappears; a tensor or register `index` is resolved at run time."""
+        dim = self._dim(dim)
+        size = self.shape[dim]
+        if not _is_dynamic(index) and not 0 <= int(index) < size:
+            fail("index-bounds", f"index {index} on dimension {dim} of {list(self.shape)}")
+        return self[(slice(None),) * dim + (index,)]
+
+    def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
+        """One row of dimension 0 per output partition, chosen at run time by `vector_offset` of shape (P, 1)."""
+        if dim != 0:
+            fail("view", f"vector_select takes dimension 0, got {dim}")
+        if self.on_chip:
+            fail("view", "vector_select takes an HBM tensor")
+        self._refuse_second_indirection(self.indirection)
+        rows = vector_offset.shape[0]
+        found = RowOffsets(vector_offset, self.strides[0], self.shape[0])
+        return self._derive((rows, *self.shape[1:]), self.strides, self.offset, None, found)
+
+    # Shapes.
+
+    def permute(self, dims: Sequence[int]) -> NkiTensor:
+        """Dimensions in the order `dims`; the partition dimension stays first."""
+        order = tuple(dims)
+        if sorted(order) != list(range(len(self.shape))):
+            fail("view", f"permute needs a permutation of 0..{len(self.shape) - 1}, got {order}")
+        if self._first_dim_fixed() and order[0] != 0:
+            fail("view", f"permute keeps dimension 0 first here, got {order}")
+        return self._derive(tuple(self.shape[d] for d in order), tuple(self.strides[d] for d in order), self.offset)
+
+    def broadcast(self, dim: int, size: int) -> NkiTensor:
+        """Repeat dimension `dim`, of size 1, `size` times."""
+        dim = self._dim(dim)
+        if self.shape[dim] != 1:
+            fail("view", f"broadcast needs a dimension of size 1, dimension {dim} of {list(self.shape)} is not")
+        if self.on_chip and dim == 0:
+            fail("view", "the partition dimension cannot be broadcast by a view")
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        return self._derive(shape, (*self.strides[:dim], 0, *self.strides[dim + 1 :]), self.offset)
+
+    def expand_dim(self, dim: int) -> NkiTensor:
+        """Insert a dimension of size 1 at position `dim`."""
+        if not 0 <= dim <= len(self.shape) or (dim == 0 and self._first_dim_fixed()):
+            fail("view", f"expand_dim({dim}) on {list(self.shape)}")
+        stride = self.strides[dim] * self.shape[dim] if dim < len(self.shape) else 1
+        return self._derive(
+            (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], stride, *self.strides[dim:]), self.offset
+        )
+
+    def squeeze_dim(self, dim: int) -> NkiTensor:
+        """Remove dimension `dim`, of size 1."""
+        dim = self._dim(dim)
+        if self.shape[dim] != 1 or (dim == 0 and self._first_dim_fixed()):
+            fail("view", f"squeeze_dim({dim}) on {list(self.shape)}")
+        return self._derive(
+            (*self.shape[:dim], *self.shape[dim + 1 :]), (*self.strides[:dim], *self.strides[dim + 1 :]), self.offset
+        )
+
+    def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
+        """Split dimension `dim` into `shape`, one entry of which may be -1."""
+        dim = self._dim(dim)
+        sizes = list(shape)
+        if sizes.count(-1) == 1:
+            rest = -math.prod(sizes)
+            sizes[sizes.index(-1)] = self.shape[dim] // rest if rest else 0
+        if math.prod(sizes) != self.shape[dim] or any(size < 1 for size in sizes):
+            fail("view", f"reshape_dim of dimension {dim}, size {self.shape[dim]}, into {list(shape)}")
+        if dim == 0 and self._first_dim_fixed() and len(sizes) > 1:
+            fail("view", "dimension 0 cannot be split here")
+        stride = self.strides[dim]
+        inner = [stride * dense for dense in dense_strides(sizes)]
+        return self._derive(
+            (*self.shape[:dim], *sizes, *self.shape[dim + 1 :]),
+            (*self.strides[:dim], *inner, *self.strides[dim + 1 :]),
+            self.offset,
+        )
+
+    def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
+        """Merge dimensions start_dim to end_dim (inclusive), which are contiguous with each other."""
+        start, end = self._dim(start_dim), self._dim(end_dim)
+        if end < start or (start == 0 and self._first_dim_fixed() and end > start):
+            fail("view", f"flatten_dims({start_dim}, {end_dim}) on {list(self.shape)}")
+        size = math.prod(self.shape[start : end + 1])
+        strides = reshape_strides(self.shape[start : end + 1], self.strides[start : end + 1], (size,))
+        if strides is None:
+            fail("view", f"dimensions {start} to {end} of {self.get_pattern()} are not contiguous in memory")
+        return self._derive(
+            (*self.shape[:start], size, *self.shape[end + 1 :]),
+            (*self.strides[:start], *strides, *self.strides[end + 1 :]),
+            self.offset,
+        )
+
+    def reshape(self, shape: Sequence[int]) -> NkiTensor:
+        """The same elements in row-major order under another shape; the partition dimension stays as it is."""
+        new = tuple(shape)
+        if math.prod(new) != math.prod(self.shape) or any(size < 1 for size in new):
+            fail("view", f"reshape of {list(self.shape)} to {list(new)} changes the number of elements")
+        if self._first_dim_fixed() and new[0] != self.shape[0]:
+            fail("view", f"reshape of {list(self.shape)} to {list(new)} changes dimension 0")
+        if self._first_dim_fixed():
+            rest = reshape_strides(self.shape[1:], self.strides[1:], new[1:])
+            strides = None if rest is None else (self.strides[0], *rest)
+        else:
+            strides = reshape_strides(self.shape, self.strides, new)
+        if strides is None:
+            fail("view", f"the layout {self.get_pattern()} cannot be reshaped to {list(new)} without a copy")
+        return self._derive(new, strides, self.offset)
+
+    def rearrange(
+        self, src_pattern: Sequence[Any], dst_pattern: Sequence[Any], fixed_sizes: dict[str, int] | None = None
+    ) -> NkiTensor:
+        """Split, reorder and merge dimensions by name: rearrange(('b', ('h', 'w')), ('b', 'w', 'h'), {'h': 4})."""
+        known = dict(fixed_sizes or {})
+        if len(src_pattern) != len(self.shape):
+            fail("view", f"rearrange pattern {src_pattern!r} for a tensor of {len(self.shape)} dimensions")
+        view: Any = self
+        names: list[str] = []
+        for entry in src_pattern:
+            group = (entry,) if isinstance(entry, str) else tuple(entry)
+            view = view.reshape_dim(len(names), tuple(known.get(name, -1) for name in group))
+            names.extend(group)
+        order = [name for entry in dst_pattern for name in ((entry,) if isinstance(entry, str) else entry)]
+        if sorted(order) != sorted(names) or len(set(names)) != len(names):
+            fail("view", f"rearrange from {src_pattern!r} to {dst_pattern!r} does not use each name once")
+        view = view.permute(tuple(names.index(name) for name in order))
+        for position, entry in enumerate(dst_pattern):
+            if not isinstance(entry, str):
+                view = view.flatten_dims(position, position + len(entry) - 1)
+        return view  # type: ignore[no-any-return]
+
+    # Raw access.
+
+    def ap(
+        self,
+        pattern: Sequence[Sequence[int]],
+        offset: int | None = None,
+        scalar_offset: Any = None,
+        vector_offset: NkiTensor | None = None,
+        indirect_dim: int = 0,
+        dtype: Any = None,
+    ) -> NkiTensor:
+        """The storage under an explicit [[stride, count], ...] pattern, in elements of `dtype`.
+
+        `offset` is added to this view's own offset; the view's shape and strides have no effect. A `scalar_offset`
+        moves the start by that many steps of dimension `indirect_dim` of this view; a `vector_offset` (HBM,
+        indirect_dim 0) chooses a row per partition and replaces the first stride.
+        """
+        kind = self.dtype if dtype is None else as_dtype(dtype)
+        ratio = self._bytes_ratio(kind)
+        shape = tuple(int(count) for _, count in pattern)
+        strides = tuple(int(step) for step, _ in pattern)
+        if not shape or any(count < 1 for count in shape) or any(step < 0 for step in strides):
+            fail(
+                "access-bounds",
+                f"pattern {list(map(list, pattern))} needs counts of at least 1 and strides of at least 0",
+            )
+        start = self.offset * self.dtype.itemsize
+        if start % kind.itemsize:
+            fail("view", f"byte {start} is not aligned to elements of {kind}")
+        start = start // kind.itemsize + (0 if offset is None else offset)
+        if scalar_offset is not None and vector_offset is not None:
+            fail("indirect-view", "scalar_offset and vector_offset exclude each other")
+        found: Indirection | None = None
+        if scalar_offset is not None or vector_offset is not None:
+            self._refuse_second_indirection(self.indirection)
+            dim = self._dim(indirect_dim)
+            step = self.strides[dim] * ratio[0] // ratio[1]
+            if scalar_offset is not None:
+                found = ScalarOffset(scalar_offset, step, None, on_partition=self.on_chip and dim == 0)
+            else:
+                if dim != 0 or self.on_chip or vector_offset is None:
+                    fail("indirect-view", "vector_offset takes an HBM tensor and indirect_dim 0")
+                found = RowOffsets(vector_offset, step, None)
+                strides = (step, *strides[1:])
+        view = self._derive(shape, strides, start, kind, found)
+        self._check_pattern(view)
+        return view
+
+    def view(self, dtype: Any) -> NkiTensor:
+        """The same bytes as another dtype; the last dimension, contiguous, grows or shrinks by the ratio of sizes."""
+        kind = as_dtype(dtype)
+        if self.indirection is not None:
+            fail("indirect-view", "an indirect view cannot be reinterpreted")
+        up, down = self._bytes_ratio(kind)
+        last = self.shape[-1]
+        if up != down and self.strides[-1] != 1 and last != 1:
+            fail("view", f"view({kind}) needs a contiguous last dimension, its stride is {self.strides[-1]}")
+        scaled = [self.offset * up, last * up, *(stride * up for stride in self.strides[:-1])]
+        if any(value % down for value in scaled):
+            fail("view", f"{list(self.shape)} {self.dtype} at offset {self.offset} does not divide into {kind}")
+        offset, last, *strides = (value // down for value in scaled)
+        return self._derive((*self.shape[:-1], last), (*strides, 1 if up != down else self.strides[-1]), offset, kind)
+
+    reinterpret_cast = view
+
+    def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
+        """Columns of each partition chosen at run time (trn3); `index` holds free offsets in a snake pattern."""
+        self._refuse_second_indirection(self.indirection)
+        if not self.on_chip:
+            fail("indirect-view", "tensor indirection takes an SBUF or PSUM tensor")
+        if index.shape[0] != self.shape[0]:
+            fail("indirect-view", f"index has {index.shape[0]} partitions, the tensor {self.shape[0]}")
+        count = math.prod(index.shape) if num_elem is None else num_elem
+        found = ColumnOffsets(index, self.shape, self.strides)
+        return self._derive((self.shape[0], count), (self.strides[0], 1), self.offset, None, found)
+
+    # Helpers.
+
+    def _dim(self, dim: int) -> int:
+        if not -len(self.shape) <= dim < len(self.shape):
+            fail("index-bounds", f"dimension {dim} of a tensor of {len(self.shape)} dimensions")
+        return dim % len(self.shape)
+
+    def _bytes_ratio(self, dtype: DType) -> tuple[int, int]:
+        """(a, b): an offset in elements of this view is a / b times as many elements of `dtype`."""
+        if dtype != self.dtype and self.storage.format is not self.storage.dtype.precise:
+            fail("precise-view", f"{self.storage.name} holds {self.storage.dtype} as float32 and has no {dtype} bits")
+        return self.dtype.itemsize, dtype.itemsize
+
+    def _is_row_indirect(self, dim: int) -> bool:
+        return dim == 0 and isinstance(self.indirection, RowOffsets)
+
+    def _first_dim_fixed(self) -> bool:
+        return self.on_chip or isinstance(self.indirection, RowOffsets)
+
+    def _refuse_second_indirection(self, existing: Indirection | None) -> None:
+        if existing is not None:
+            fail("indirect-view", "this view is already indirect")
+
+    def _new_scalar(self, dim: int, index: Any, last: int, existing: Indirection | None) -> ScalarOffset:
+        self._refuse_second_indirection(existing)
+        return ScalarOffset(index, self.strides[dim], last, on_partition=self.on_chip and dim == 0)
+
+    def _check_pattern(self, view: NkiTensor) -> None:
+        storage, kind = view.storage, view.dtype
+        total = storage.elements * storage.dtype.itemsize // kind.itemsize
+        rows_known = not isinstance(view.indirection, RowOffsets)
+        shape = view.shape if rows_known else view.shape[1:]
+        last = view.offset + extent(shape, view.strides if rows_known else view.strides[1:])
+        if view.offset < 0 or last >= total:
+            fail(
+                "access-bounds",
+                f"pattern {view.get_pattern()} at {view.offset} reaches element {last} of {storage.name}'s {total}",
+            )
+        if not self.on_chip:
+            return
+        free = storage.free_elements * storage.dtype.itemsize // kind.itemsize
+        if view.shape[0] > 1 and view.strides[0] != free:
+            fail(
+                "access-bounds",
+                f"the partition stride is {view.strides[0]}, a partition of {storage.name} has {free} elements",
+            )
+        if view.offset % free + extent(view.shape[1:], view.strides[1:]) >= free:
+            fail("access-bounds", f"pattern {view.get_pattern()} leaves a partition of {free} elements")
+
+
+def _is_dynamic(value: Any) -> bool:
+    return isinstance(value, (VirtualRegister, ViewOperations))
+
+
+__all__ = ["DynamicSlice", "MemoryRegion", "ViewOperations"]
