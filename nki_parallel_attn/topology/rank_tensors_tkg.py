@@ -99,7 +99,7 @@ def flat_kv_cache_update_idx(rank: DecodeRank, positions: Tensor, s_max_ctx: int
             "a flat cache has one start index per sequence: use block KV",
         )
     start = torch.where(padded, SKIP_SLOT, rank.layout.slot(real[:, :1]))
-    beyond = start + positions.shape[1] > s_max_ctx
+    beyond = ~padded & (start + positions.shape[1] > s_max_ctx)
     if beyond.any():
         row = int(beyond.nonzero()[0, 0])
         raise ArgumentError(

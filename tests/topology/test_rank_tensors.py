@@ -205,6 +205,12 @@ def test_a_flat_cache_that_is_too_short_raises_on_every_rank() -> None:
             tkg.flat_kv_cache_update_idx(DecodeRank(ROUND_ROBIN, index), torch.tensor([[0, 1], [16, 17]]), 5)
 
 
+def test_a_row_of_padding_needs_no_room_in_a_flat_cache() -> None:
+    rank = DecodeRank(Contiguous().bind(ranks=2, block_size=1, local_length=2))
+    assert tkg.flat_kv_cache_update_idx(rank, torch.tensor([[-1, -1], [0, 1]]), 2).tolist() == [[SKIP], [0]]
+    assert tkg.flat_kv_cache_update_idx(rank, torch.tensor([[-1, -1, -1]]), 2).tolist() == [[SKIP]]
+
+
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
