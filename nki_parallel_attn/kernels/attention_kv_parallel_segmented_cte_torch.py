@@ -78,13 +78,14 @@ class _KVParallelAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, call: PrefillCall) -> Tensor:
         local = call.read_local_kv(k_cache, v_cache, q.dtype)
         heads, rows, dim = q.shape
-        out = q.new_empty(heads, dim, rows).transpose(1, 2) if call.tp_out else torch.empty_like(q)
         with call.exchange.round() as exchange:
             q_all = exchange.all_gather(q).flatten(0, 1)
             outs = exchange.outbox((heads, rows, dim), q.dtype)
             lses = exchange.outbox((heads, rows), stat_dtype(q.dtype))
             local_partials(q_all, local, call.scale, outs, lses)
             out_parts, lse_parts = exchange.all_to_all(outs, lses)
+            # In place of this rank's own part, which saves a buffer of the output's size.
+            out = q.new_empty(heads, dim, rows).transpose(1, 2) if call.tp_out else outs[call.exchange.rank]
             lse = merge(out_parts, lse_parts, out)
         ctx.save_for_backward(q, k_cache, v_cache, out, lse)
         ctx.call = call

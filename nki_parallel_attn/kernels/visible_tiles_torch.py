@@ -20,7 +20,7 @@ from torch import Tensor
 # Rows of one fused call, heads that share a KV head folded in: from 768 on it takes its large tile; more than a few
 # thousand gain nothing and make the temporaries grow.
 MIN_FUSED_ROWS = 768
-MAX_FUSED_ROWS = 8192
+MAX_FUSED_ROWS = 4096
 # A window narrower than this many tiles is cheaper as one masked call than as a middle and two edges.
 WINDOW_ROWS = 256
 WINDOW_MIDDLE_TILES = 2
