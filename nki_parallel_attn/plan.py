@@ -298,7 +298,7 @@ class ShardingPlan:
         q_pos: int = 0,
         sliding_window: int = 0,
         kvdp_mode: KVDPCollectiveMode | None = None,
-        cp_mode: CPCollectiveMode = CPCollectiveMode.ALL_TO_ALL,
+        cp_mode: CPCollectiveMode | None = None,
     ) -> plan_bytes.Traffic:
         """Bytes that one rank sends in one layer, per collective, against the least; formulas in plan_bytes.py.
 
@@ -308,15 +308,28 @@ class ShardingPlan:
             dtype: of Q.
             partial_dtype: of the partial outputs that are exchanged, by default `dtype`.
             q_pos, sliding_window: prefill only; they decide which partial outputs are empty.
-            kvdp_mode, cp_mode: decoding only; kvdp_mode by default `kvdp_collective_mode`.
+            kvdp_mode, cp_mode: decoding only; by default `kvdp_collective_mode`, and ALL_TO_ALL.
+
+        Raises:
+            ArgumentError: a count below 1, or an argument of the other kind of plan.
+            PlanError: kvdp does not divide batch.
         """
+        if self.kvp > 1 and (kvdp_mode or cp_mode):
+            raise ArgumentError("kvdp_mode, cp_mode", f"{kvdp_mode}, {cp_mode}", "None for a plan that prefills")
+        if self.kvdp * self.cp > 1 and (q_pos or sliding_window):
+            raise ArgumentError("q_pos, sliding_window", f"{q_pos}, {sliding_window}", "0 for a plan that decodes")
         if self.kvp > 1:
             return plan_bytes.prefill_traffic(
                 self, tokens, batch, dtype, partial_dtype or dtype, q_pos=q_pos, sliding_window=sliding_window
             )
-        mode = kvdp_mode or self.kvdp_collective_mode
         return plan_bytes.decode_traffic(
-            self, tokens, batch, dtype, partial_dtype or dtype, kvdp_mode=mode, cp_mode=cp_mode
+            self,
+            tokens,
+            batch,
+            dtype,
+            partial_dtype or dtype,
+            kvdp_mode=kvdp_mode or self.kvdp_collective_mode,
+            cp_mode=cp_mode or CPCollectiveMode.ALL_TO_ALL,
         )
 
     # Across processes

@@ -179,6 +179,8 @@ def _repair_one_by_one(request: Request) -> dict[str, Any]:
         options = [({name: value}, mended) for name, value, mended in _mendings(request)]
         if not options:
             alone = {name: 1 for name in ("kvp", "kvdp", "cp") if _get(request, name) != 1}
+            if not alone:
+                return {}
             options = [(alone, with_values(request, alone))]
         asked = request
         change, request = min(options, key=lambda option: _distance(asked, option[0]))
@@ -210,10 +212,7 @@ def _candidates(r: Request, name: str) -> list[Any]:
         return _divisors(shape.q_heads)
     if name == "block_size":
         unit = r.kv_layout.interleave if isinstance(r.kv_layout, Interleaved) else 1
-        near = _multiples_near(r.block_size, unit)
-        if r.seg_size is None or r.seg_size < 1:
-            return near
-        return [b for b in _divisors(r.seg_size) if b % max(unit, 1) == 0]
+        return [*_multiples_near(r.block_size, unit), *_divisors(r.seg_size or 0)]
     if name == "seg_size":
         return [] if r.seg_size is None else _multiples_near(r.seg_size, r.block_size)
     if name == "kv_layout":

@@ -55,9 +55,10 @@ def process_groups(plan: ShardingPlan) -> ProcessGroups:
             "world_size is the number of running ranks", f"world_size={plan.world_size}, {dist.get_world_size()} ranks"
         )
     assert world is not None
-    known = _made.get(plan)
-    if known is not None and known[0] is world:
-        return known[1]
+    if any(made_for is not world for made_for, _ in _made.values()):
+        _made.clear()
+    if plan in _made:
+        return _made[plan][1]
     view = plan.rank(dist.get_rank())
     by_ranks: dict[tuple[int, ...], ProcessGroup] = {tuple(range(plan.world_size)): world}
     groups: dict[str, ProcessGroup] = {}

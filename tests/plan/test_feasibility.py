@@ -59,7 +59,7 @@ def offers(nearest):
                 yield {names: parse(names, value)}
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=400)
 @given(requests())
 def test_exactly_the_infeasible_are_refused_with_feasible_offers(request):
     arguments = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
