@@ -127,7 +127,7 @@ def test_bad_tables_name_index_and_value(call, message: str) -> None:  # type: i
         call()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_prefill_in_chunks_lands_where_the_layout_says(data: st.DataObject) -> None:
     """Every rank writes each chunk into its own shuffled pool; read back by table, the cache is the owned tokens."""

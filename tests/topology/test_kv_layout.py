@@ -13,7 +13,7 @@ from layout_worlds import World, worlds
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
 from nki_parallel_attn.topology.kv_layout import Contiguous, Interleaved, RoundRobin
 
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=150, deadline=None)
 
 
 @MANY

@@ -15,7 +15,7 @@ from nki_parallel_attn.topology.kv_layout import Contiguous, RoundRobin
 from nki_parallel_attn.topology.masks import active_mask, full_mask, shard_full_mask, swap_qk
 from nki_parallel_attn.topology.rank_tensors_tkg import pos_ids, swa_start_pos_ids
 
-SETTINGS = settings(max_examples=120, deadline=None)
+SETTINGS = settings(max_examples=80, deadline=None)
 
 
 def dense_mask(

@@ -16,7 +16,7 @@ from nki_parallel_attn.topology.decode_rank import DecodeRank, check_positions
 from nki_parallel_attn.topology.kv_layout import Contiguous, Interleaved, RoundRobin
 
 SKIP = 2**32 - 1
-MANY = settings(max_examples=200, deadline=None)
+MANY = settings(max_examples=100, deadline=None)
 
 CONTIGUOUS = Contiguous().bind(ranks=4, block_size=4, local_length=8)
 ROUND_ROBIN = RoundRobin().bind(ranks=4, block_size=4)
