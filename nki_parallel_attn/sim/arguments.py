@@ -198,6 +198,11 @@ def check_result(rank: Rank, value: Any) -> None:
         storage = value.storage
         if storage.role == "input":
             return
+        if storage.communicated:
+            fail(
+                "collective-kernel-io",
+                f"{value.name} is a result of the kernel and took part in a collective; copy it to another tensor",
+            )
         if storage.region is not MemoryRegion.shared_hbm:
             fail(
                 "kernel-output",

@@ -21,6 +21,7 @@ from .targets import Target
 if TYPE_CHECKING:
     from .instruction import Observer
     from .memory import Arena, Pool
+    from .rendezvous import World
     from .scheduler import Scheduler
 
 
@@ -60,6 +61,20 @@ class Checks:
 
 
 @dataclass(eq=False)
+class LoopScope:
+    """One execution of a dynamic loop."""
+
+    parent: LoopScope | None
+    ended: bool = False
+
+    def encloses(self, other: LoopScope | None) -> bool:
+        """Whether `other` is this loop or inside it."""
+        while other is not None and other is not self:
+            other = other.parent
+        return other is self
+
+
+@dataclass(eq=False)
 class Rank:
     """What the cores of one rank share: HBM and the tensors allocated in it.
 
@@ -81,6 +96,7 @@ class Core:
     """One program instance.
 
     Attributes:
+        world: where the ranks meet for collectives.
         program_id: index of the core within its rank, 0 <= program_id < rank.lnc.
         grid: the launch grid, () when the kernel was launched without one.
         computes: False in cost-only mode, where instructions are checked and observed but move no data.
@@ -90,9 +106,9 @@ class Core:
     """
 
     rank: Rank
+    world: World
     program_id: int
     grid: tuple[int, ...]
-    world_size: int
     target: Target
     checks: Checks
     precise: bool
@@ -103,11 +119,13 @@ class Core:
     arenas: dict[MemoryRegion, Arena] = field(default_factory=dict)
     shared_count: int = 0
     no_reorder_depth: int = 0
+    loop: LoopScope | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)
     names: itertools.count[int] = field(default_factory=itertools.count)
     state: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.world_size = self.world.size
         self.checking = self.checks.hardware
         self.shadowing = self.checks.uninitialised or self.checks.outputs
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, cast
 
 import torch
 
 from . import location
-from .core import Core, current_core, fail
+from .core import Core, LoopScope, current_core, fail
 from .dtypes import FLOAT32, DType
 from .enums import engine, oob_mode
 from .indirect import index_of, resolve
@@ -40,14 +41,18 @@ class NkiInstruction:
         mnemonic: the instruction's function name.
     """
 
-    __slots__ = ("mnemonic", "name")
+    __slots__ = ("_loop", "mnemonic", "name")
 
-    def __init__(self, mnemonic: str, name: str | None) -> None:
+    def __init__(self, mnemonic: str, name: str | None, loop: LoopScope | None = None) -> None:
         self.mnemonic = mnemonic
         self.name = name
+        self._loop = loop
 
     def depends_on(self, *producers: NkiInstruction) -> NkiInstruction:
-        """Run after `producers`. Program order already guarantees it here."""
+        """Run after `producers`, in the same dynamic loop or around it. Program order already does so here."""
+        for producer in producers:
+            if producer._loop is not None and not producer._loop.encloses(self._loop):
+                fail("dependency-loop", f"{self.mnemonic} depends on {producer.mnemonic}, which is inside another loop")
         return self
 
 
@@ -70,9 +75,10 @@ class Call:
         arguments: its arguments by name.
         work: facts for the cost model that the operands do not show; filled by the body.
         skipped: an out-of-bounds access under oob_mode.skip left nothing to do.
+        marked: the body has noted itself which elements it wrote.
     """
 
-    __slots__ = ("_bound", "core", "declaration", "engine", "reads", "skipped", "work", "writes")
+    __slots__ = ("_bound", "core", "declaration", "engine", "marked", "reads", "skipped", "work", "writes")
 
     def __init__(self, core: Core, declaration: Instruction, unit: Engine, bound: list[Any]) -> None:
         self.core = core
@@ -83,6 +89,7 @@ class Call:
         self.writes: list[NkiTensor] = []
         self.work: dict[str, Any] = {}
         self.skipped = False
+        self.marked = False
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -155,6 +162,7 @@ class Instruction:
         any_partition: parameters that may start at any partition.
         dtypes: allowed dtypes by parameter.
         indirect: parameters that take tensor indirection.
+        deferred_read: the body checks that what it reads has been written, when it reads it.
     """
 
     def __init__(self, body: Callable[..., None], engine: Any, **roles: Any) -> None:
@@ -173,11 +181,13 @@ class Instruction:
         self.any_partition: tuple[str, ...] = roles.pop("any_partition", ())
         self.indirect: tuple[str, ...] = roles.pop("indirect", ())
         self.dtypes: Mapping[str, Sequence[DType]] = roles.pop("dtypes", {})
+        self.deferred_read: bool = roles.pop("deferred_read", False)
         self.engines: tuple[Engine, ...] = roles.pop("engines", ()) or (engine,)
         assert not roles, f"unknown roles {roles}"
         self.operands = [(name, self._position[name]) for name in (*self.reads, *self.writes)]
         self._reads = [(name, self._position[name]) for name in self.reads]
         self._writes = [(name, self._position[name]) for name in self.writes]
+        self._enums = [(i, type(p.default)) for i, p in enumerate(parameters) if isinstance(p.default, Enum)]
         self._oob = self._position.get("oob_mode")
         self._name = self._position.get("name")
 
@@ -204,24 +214,32 @@ class Instruction:
         bound = self.bind(args, kwargs)
         unit = self._engine if type(self._engine) is Engine else self._engine(*bound)
         call = Call(core, self, unit, bound)
+        for i, kind in self._enums:
+            if type(bound[i]) is not kind:
+                call.fail(
+                    "enum-argument", f"{self.parameters[i]} is {bound[i]!r}, expected a member of {kind.__name__}"
+                )
+        if core.checking and unit not in self.engines:
+            allowed = ", ".join(choice.name for choice in self.engines)
+            call.fail("engine-choice", f"engine is {unit.name}, expected {allowed}")
         named = self._collect(call, bound)
         if core.checking:
             for operand, tensor, written in named:
                 check_operand(call, operand, tensor, written)
         check_together(call, bound, self._position)
-        if core.checks.uninitialised:
+        if core.checks.uninitialised and not self.deferred_read:
             for operand, tensor, written in named:
                 if not written and not tensor.storage.full:
                     call.check_written(operand, tensor)
         if not call.skipped:
             self.body(call, *bound)
-            for tensor in call.writes:
+            for tensor in () if call.marked else call.writes:
                 storage = tensor.storage
                 if not storage.full and (core.shadowing or storage.arena is not None):
                     tensor.mark_written()
         for observer in core.observers:
             observer.on_instruction(call)
-        return NkiInstruction(self.name, None if self._name is None else bound[self._name])
+        return NkiInstruction(self.name, None if self._name is None else bound[self._name], core.loop)
 
     def _collect(self, call: Call, bound: list[Any]) -> list[tuple[str, NkiTensor, bool]]:
         """Resolve tensor operands in place and list them as (parameter, tensor, is written)."""
@@ -235,16 +253,37 @@ class Instruction:
                         tensors.append(value)
                         found.append((operand, value, written))
                 elif type(value) is list or type(value) is tuple:
-                    items = bound[position] = [self._resolve(call, item, found) for item in value]
-                    for item in items:
-                        if item is not None:
-                            tensors.append(item)
-                            found.append((operand, item, written))
+                    bound[position] = self._resolve_list(call, operand, value, written, tensors, found)
         return found
 
+    def _resolve_list(
+        self,
+        call: Call,
+        operand: str,
+        value: Sequence[Any],
+        written: bool,
+        tensors: list[NkiTensor],
+        found: list[tuple[str, NkiTensor, bool]],
+    ) -> list[Any]:
+        """`value`, a list of tensors or of lists of them, resolved."""
+        items: list[Any] = []
+        for item in value:
+            if type(item) is list or type(item) is tuple:
+                items.append(self._resolve_list(call, operand, item, written, tensors, found))
+                continue
+            resolved = self._resolve(call, item, found)
+            items.append(resolved)
+            if resolved is not None:
+                tensors.append(resolved)
+                found.append((operand, resolved, written))
+        return items
+
     def _resolve(self, call: Call, value: NkiTensor, found: list[tuple[str, NkiTensor, bool]]) -> NkiTensor | None:
-        if value.storage.overflows:
-            value.storage.touched()
+        storage = value.storage
+        if storage.overflows:
+            storage.touched()
+        if storage.loop is not None and storage.loop.ended:
+            call.fail("loop-scope", f"{value.name} was declared inside a dynamic loop that has ended")
         if value.indirection is None:
             return value
         index = index_of(value)

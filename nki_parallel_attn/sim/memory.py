@@ -131,6 +131,7 @@ class Storage:
         partition: first partition on chip.
         address: (partition, byte offset within the partition) when given by the kernel, else None.
         role: "input" for kernel arguments, "constant", "output" once returned, else "scratch".
+        communicated: a collective has used it.
         full: every element has been written.
         overflows: moments of overflow since its last use.
     """
@@ -141,6 +142,7 @@ class Storage:
         "address",
         "arena",
         "by_matmul",
+        "communicated",
         "data",
         "dtype",
         "elements",
@@ -149,6 +151,7 @@ class Storage:
         "full",
         "grain",
         "location",
+        "loop",
         "name",
         "overflows",
         "partition",
@@ -175,7 +178,9 @@ class Storage:
         self.partition = 0
         self.address: tuple[int, int] | None = None
         self.arena: Arena | None = None
+        self.loop = core.loop
         self.role = "scratch"
+        self.communicated = False
         self.data: torch.Tensor | None = None
         self.full = False
         self.written: np.ndarray[Any, np.dtype[np.bool_]] | None = None

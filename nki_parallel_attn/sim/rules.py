@@ -16,12 +16,15 @@ from .errors import (
 )
 
 ISA = "nki/api/nki/isa/__init__.py"
+NCC = "nki/api/nki/collectives/__init__.py"
+CC = "neuron-runtime/about/collectives.rst"
 LANGUAGE = "nki/api/nki/language/__init__.py"
 ARCH = "nki/guides/architecture/trainium_inferentia2_arch.rst"
 GUIDE = "nki/get-started/nki-language-guide.rst"
 TILING = "nki/get-started/about/tiling-overview.rst"
 APS = "nki/deep-dives/nki-aps.rst"
 MIGRATION = "nki/migration/index.rst"
+DMA = "nki/get-started/about/nki-dma-overview.rst"
 SHARED = "nki/api/nki.api.shared.rst"
 
 
@@ -80,6 +83,7 @@ _TABLE = [
         "them inside the 128 x 128 array",
         ISA,
     ),
+    Rule("psum-bank", "before trn3 the output of one matmul lies in one PSUM bank", ARCH),
     Rule(
         "iota-pattern",
         "the pattern has 1 to 4 [step, num] pairs whose product is dst's elements per partition",
@@ -120,6 +124,7 @@ _TABLE = [
         ISA,
     ),
     Rule("dma-psum", "DMA does not access PSUM", MIGRATION),
+    Rule("dma-cast", "DMA does not cast packed x4 and scale dtypes", DMA, "always"),
     Rule("dma-mode", "dge_mode, engine, priority and oob_mode are a combination that the DMA documents", ISA),
     Rule("enum-argument", "options are members of the documented enums, not integers or strings", MIGRATION, "always"),
     # Memory.
@@ -205,6 +210,8 @@ _TABLE = [
         "nki/deep-dives/nki-dynamic-loops.rst",
         "always",
     ),
+    Rule("loop-scope", "a tensor declared in a dynamic loop is not used after it", MIGRATION, "always"),
+    Rule("dependency-loop", "a dependency does not cross into or out of a dynamic loop", ISA, "always"),
     Rule(
         "loop-body",
         "fori_loop's body returns nothing and while_loop's body the next condition register",
@@ -212,6 +219,54 @@ _TABLE = [
         "always",
     ),
     Rule("loop-no-reorder", "dynamic loops stay outside no_reorder blocks", "nki/deep-dives/nki-dynamic-loops.rst"),
+    # LNC cores and collectives.
+    Rule("collective-list", "a collective has as many destinations as sources, at least one", NCC, "always"),
+    Rule(
+        "collective-shape", "shapes of sources and destinations fit the operation and the group's size", NCC, "always"
+    ),
+    Rule("collective-dtype", "a collective does not change the dtype", NCC, "always"),
+    Rule("collective-dim", "collective_dim is 0, or for all_gather in SBUF 0 or 1", NCC, "always"),
+    Rule("collective-op", "a collective reduces with add, minimum or maximum", NCC, "always"),
+    Rule("collective-single", "permutes and v forms take one tensor, per channel", NCC, "always"),
+    Rule(
+        "collective-channels",
+        "channel ids are 0, 1, ...; at most 4 for groups of a whole node, else 2; one list per channel",
+        NCC,
+        "always",
+    ),
+    Rule("collective-permute-pattern", "source-target pairs form circles", CC, "always"),
+    Rule("collective-memory-mix", "all tensors of a collective are in HBM or all in SBUF", NCC, "collectives"),
+    Rule("collective-hbm-only", "all_to_all, the v forms and the permutes take HBM tensors", NCC, "collectives"),
+    Rule("collective-sbuf-coalesced", "several tensors per collective only in HBM", NCC, "collectives"),
+    Rule("collective-sbuf-rank", "SBUF tensors of a collective have 2 dimensions", NCC, "collectives"),
+    Rule(
+        "collective-hbm-kind",
+        "the tensors of one collective are all private or all shared HBM, private at LNC 1",
+        "practice; on no page",
+        "collectives",
+    ),
+    Rule(
+        "collective-kernel-io",
+        "arguments and results of the kernel do not take part in collectives",
+        "practice; on no page",
+        "collectives",
+    ),
+    Rule("collective-v-metadata", "metadata is a contiguous uint32 tensor of the documented shape", NCC, "always"),
+    Rule(
+        "collective-v-bounds",
+        "counts and displacements stay inside source, destination and slot",
+        NCC,
+        "always",
+        OutOfBoundsError,
+    ),
+    Rule("all-gather-v", "all_gather_v needs LNC 2, rank lists of 4 and no has_rdispls", NCC),
+    Rule(
+        "all-to-all-v",
+        "all_to_all_v takes, on trn3, LNC 2 and consecutive ranks of several whole chips; before, same-indexed ranks of "
+        "different nodes and no has_rdispls",
+        NCC,
+        "collectives",
+    ),
 ]
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in _TABLE}

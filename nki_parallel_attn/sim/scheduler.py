@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import location
-from .errors import DeadlockError
+from .errors import DeadlockError, DivergenceError
 
 
 class _Aborted(BaseException):
@@ -40,6 +40,7 @@ class Task:
         self.predicate: Callable[[], bool] | None = None
         self.waiting_for: str | None = None
         self.waiting_at: str | None = None
+        self.waiting_error: type[DivergenceError] = DeadlockError
         self.turn = threading.Semaphore(0)
 
     @property
@@ -95,31 +96,39 @@ class Scheduler:
             raise self._failure
         return [task.result for task in self.tasks]
 
-    def block_until(self, predicate: Callable[[], bool], description: str) -> None:
+    def block_until(
+        self, predicate: Callable[[], bool], description: str, error: type[DivergenceError] = DeadlockError
+    ) -> None:
         """Let others run until `predicate()` holds. Call it at every synchronisation point.
 
         Args:
             predicate: cheap, without side effects; evaluated by whichever task holds the baton.
             description: what is waited for, for the deadlock report, e.g. "core_barrier with core 1".
+            error: what it means when this wait never ends; DivergenceError where other ranks are waited for.
 
         Raises:
-            DeadlockError: nobody can run any more; the message says what every unfinished task waits for, and where.
+            DeadlockError, DivergenceError: nobody can run any more; the message says what every unfinished task waits for, and where.
         """
         task = self._current
         assert task is not None
         if self._random is None and predicate():
             return
-        task.predicate, task.waiting_for = predicate, description
+        task.predicate, task.waiting_for, task.waiting_error = predicate, description, error
         task.waiting_at = location.show(location.caller())
         chosen = self._choose()
         if chosen is None:
-            raise DeadlockError(self.deadlock_report())
+            raise self._deadlock()
         if chosen is not task:
             self._hand_over(chosen)
             task.turn.acquire()
             if self._aborting:
                 raise _Aborted
         task.predicate = task.waiting_for = task.waiting_at = None
+
+    def _deadlock(self) -> DivergenceError:
+        stuck = [task for task in self.tasks if not task.finished]
+        diverged = any(task.waiting_error is DivergenceError for task in stuck)
+        return (DivergenceError if diverged else DeadlockError)(self.deadlock_report())
 
     def deadlock_report(self) -> str:
         """What every unfinished task waits for and which tasks have ended."""
@@ -154,7 +163,7 @@ class Scheduler:
             return
         chosen = self._choose()
         if chosen is None:
-            self._fail(DeadlockError(self.deadlock_report()))
+            self._fail(self._deadlock())
             self._done.release()
         else:
             self._hand_over(chosen)

@@ -11,6 +11,7 @@ from .core import Checks, Core, Rank, fail, run_as
 from .enums import MemoryRegion
 from .kernel import Kernel
 from .memory import Pool
+from .rendezvous import InProcess, World
 from .scheduler import Scheduler, Task
 from .targets import Target, get_target
 
@@ -67,9 +68,10 @@ class Simulation:
         self.cores = []
         tasks: list[Task] = []
         arguments: list[Arguments] = []
+        world = World(len(calls), lnc, InProcess(range(len(calls))))
         for index, (args, kwargs) in enumerate(calls):
             rank = Rank(index, lnc, Pool("hbm-capacity", self.target.hbm_bytes, enforced=self.checks.capacity))
-            cores = [self._core(rank, program, len(calls), scheduler) for program in range(lnc)]
+            cores = [self._core(rank, program, world, scheduler) for program in range(lnc)]
             given = Arguments(cores[0])
             wrapped = given.wrap(list(args)), given.wrap(kwargs)
             arguments.append(given)
@@ -85,13 +87,13 @@ class Simulation:
             given.finish()
         return [given.unwrap(result) for given, result in zip(arguments, results, strict=True)]
 
-    def _core(self, rank: Rank, program: int, world_size: int, scheduler: Scheduler) -> Core:
+    def _core(self, rank: Rank, program: int, world: World, scheduler: Scheduler) -> Core:
         target, enforced = self.target, self.checks.capacity
         core = Core(
             rank=rank,
+            world=world,
             program_id=program,
             grid=self.kernel.grid,
-            world_size=world_size,
             target=target,
             checks=self.checks,
             precise=self.precise,

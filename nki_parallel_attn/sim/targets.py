@@ -40,18 +40,24 @@ class Target:
     gemm_stationary_fmax: int = 128
     gemm_moving_fmax: int = 512
     bn_stats_fmax: int = 512
+    cores_per_chip: int = 8
+    chips_per_node: int = 16
 
     @property
     def psum_partition_bytes(self) -> int:
         """Bytes of one PSUM partition."""
         return self.psum_banks * self.psum_bank_bytes
 
+    def ranks_per_node(self, lnc: int) -> int:
+        """Logical cores of one instance."""
+        return self.cores_per_chip // lnc * self.chips_per_node
+
     def at_least(self, version: nc_version) -> bool:
         """Whether this target is of generation `version` or newer."""
         return self.version.value >= version.value
 
 
-TRN1 = Target("trn1", nc_version.gen2, 192 * KIB, 16 * GIB, 512, 1)
+TRN1 = Target("trn1", nc_version.gen2, 192 * KIB, 16 * GIB, 512, 1, cores_per_chip=2)
 TRN2 = Target("trn2", nc_version.gen3, 224 * KIB, 24 * GIB, 512, 2)
 TRN3 = Target("trn3", nc_version.gen4, 256 * KIB, 36 * GIB, 4096, 2)
 

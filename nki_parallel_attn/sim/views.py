@@ -193,6 +193,7 @@ class ViewOperations:
         if self.on_chip:
             fail("view", "vector_select takes an HBM tensor")
         self._refuse_second_indirection(self.indirection)
+        _check_vector(vector_offset)
         rows = vector_offset.shape[0]
         found = RowOffsets(vector_offset, self.strides[0], self.shape[0])
         return self._derive((rows, *self.shape[1:]), self.strides, self.offset, None, found)
@@ -346,10 +347,12 @@ class ViewOperations:
             dim = self._dim(indirect_dim)
             step = self.strides[dim] * ratio[0] // ratio[1]
             if scalar_offset is not None:
+                _check_scalar(scalar_offset)
                 found = ScalarOffset(scalar_offset, step, None, on_partition=self.on_chip and dim == 0)
             else:
                 if dim != 0 or self.on_chip or vector_offset is None:
-                    fail("indirect-view", "vector_offset takes an HBM tensor and indirect_dim 0")
+                    fail("view", "vector_offset takes an HBM tensor and indirect_dim 0")
+                _check_vector(vector_offset)
                 found = RowOffsets(vector_offset, step, None)
                 strides = (step, *strides[1:])
         view = self._derive(shape, strides, start, kind, found)
@@ -409,6 +412,7 @@ class ViewOperations:
 
     def _new_scalar(self, dim: int, index: Any, last: int, existing: Indirection | None) -> ScalarOffset:
         self._refuse_second_indirection(existing)
+        _check_scalar(index)
         return ScalarOffset(index, self.strides[dim], last, on_partition=self.on_chip and dim == 0)
 
     def _check_pattern(self, view: NkiTensor) -> None:
@@ -427,7 +431,7 @@ class ViewOperations:
         free = storage.free_elements * storage.dtype.itemsize // kind.itemsize
         if view.shape[0] > 1 and view.strides[0] != free:
             fail(
-                "access-bounds",
+                "partition-stride",
                 f"the partition stride is {view.strides[0]}, a partition of {storage.name} has {free} elements",
             )
         if view.offset % free + extent(view.shape[1:], view.strides[1:]) >= free:
@@ -436,6 +440,26 @@ class ViewOperations:
 
 def _is_dynamic(value: Any) -> bool:
     return isinstance(value, (VirtualRegister, ViewOperations))
+
+
+def _check_scalar(index: Any) -> None:
+    if isinstance(index, VirtualRegister):
+        return
+    if not _is_dynamic(index) or index.storage.region is not MemoryRegion.sbuf or math.prod(index.shape) != 1:
+        fail("view", f"a runtime index is a register or a [1, 1] tensor in SBUF, got {_named(index)}")
+    if not index.dtype.is_integer:
+        fail("view", f"a runtime index is an integer tensor, got {index.dtype}")
+
+
+def _check_vector(index: Any) -> None:
+    if not isinstance(index, ViewOperations) or index.storage.region is not MemoryRegion.sbuf:
+        fail("view", f"vector offsets are a tensor in SBUF, got {_named(index)}")
+    if not index.dtype.is_integer:
+        fail("view", f"vector offsets are an integer tensor, got {index.dtype}")
+
+
+def _named(index: Any) -> str:
+    return f"{list(index.shape)} in {index.storage.region.value}" if isinstance(index, ViewOperations) else repr(index)
 
 
 __all__ = ["DynamicSlice", "MemoryRegion", "ViewOperations"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from ..dtypes import PACKED, float8_e8m0fnu
 from ..enums import dge_mode as DgeMode
 from ..enums import engine as Engine
 from ..enums import nc_version
 from ..enums import oob_mode as OobMode
 from ..instruction import Call, instruction
 from ..tensor import GatheredTensor, NkiTensor
+
+_UNCASTABLE = frozenset((*PACKED, float8_e8m0fnu))
 
 
 @instruction(engine=Engine.dma, reads=("src",), writes=("dst",))
@@ -32,6 +35,8 @@ def dma_copy(
         call.fail(
             "element-count", f"dst {list(dst.shape)} has {dst.size} elements, src {list(src.shape)} has {src.size}"
         )
+    if dst.dtype != src.dtype and not _UNCASTABLE.isdisjoint((dst.dtype, src.dtype)):
+        call.fail("dma-cast", f"src is {src.dtype}, dst {dst.dtype}; packed and scale dtypes are not cast")
     if call.core.checking:
         _check_modes(call, dst, src, priority, dge_mode, engine)
     if not call.core.computes:
@@ -44,11 +49,9 @@ def dma_copy(
 
 
 def copy(dst: NkiTensor, src: NkiTensor) -> None:
-    """dst = src: bit for bit between equal dtypes, else through float32."""
+    """dst = src: bit for bit between equal dtypes, else through float32; packed dtypes cannot be cast."""
     if dst.dtype == src.dtype:
         dst.put_raw(src.raw)
-    elif dst.dtype.kind == "packed" or src.dtype.kind == "packed":
-        dst.put_raw(src.raw.view(dst.format.torch))
     else:
         dst.put(src.f32())
 

@@ -13,16 +13,7 @@ from ..instruction import Call, instruction
 from ..operand_checks import require_float32
 from ..ops import Operator, add, as_operator, maximum, prelu, reciprocal
 from ..tensor import NkiTensor
-
-_REGISTERS = "scalar.reduce_regs"
-
-
-def reduce_registers(call: Call) -> torch.Tensor:
-    """The engine's accumulators, one float32 for each of the 128 lanes."""
-    state = call.core.state
-    if _REGISTERS not in state:
-        state[_REGISTERS] = torch.full((128,), float("nan"))
-    return state[_REGISTERS]  # type: ignore[no-any-return]
+from .accumulators import Accumulators
 
 
 def check_range(call: Call, function: Operator, values: torch.Tensor) -> None:
@@ -108,18 +99,15 @@ def activation(
         call.require(reduce_cmd is not ReduceCmd.load_reduce, "reduce-register", "activation has no load_reduce")
         reduces = reduce_cmd in (ReduceCmd.reduce, ReduceCmd.reset_reduce)
         call.require(not reduces or reduce_op is not None, "reduce-register", f"{reduce_cmd.name} needs reduce_op")
-    if not call.core.computes:
-        return
-    result = _activate(call, dst, function, data, bias, scale)
+    result = _activate(call, dst, function, data, bias, scale) if call.core.computes else None
     if reduce_cmd is ReduceCmd.idle and reduce_res is None:
         return
-    registers = reduce_registers(call)[: data.shape[0]]
-    if reduce_cmd in (ReduceCmd.reset, ReduceCmd.reset_reduce):
-        registers.zero_()
-    if reduce_cmd in (ReduceCmd.reduce, ReduceCmd.reset_reduce):
-        registers += result.sum(-1)
+    registers = Accumulators.of(call)
+    if reduce_cmd is not ReduceCmd.idle:
+        reduces = result is not None and reduce_cmd is not ReduceCmd.reset
+        registers.update(call, reduce_cmd, add, result.sum(-1) if reduces and result is not None else None)
     if reduce_res is not None:
-        reduce_res.put(registers)
+        registers.read(call, reduce_res)
 
 
 @instruction(
@@ -145,11 +133,11 @@ def activation_reduce(
     function = _check(call, op, data, bias, scale)
     reducer = as_operator(reduce_op)
     call.require(reducer in (add, maximum), "reduce-register", f"reduce_op {reducer!r}, expected nl.add or nl.maximum")
-    if not call.core.computes:
-        return
-    result = _activate(call, dst, function, data, bias, scale)
-    assert reducer.reduce is not None
-    registers = reduce_registers(call)[: data.shape[0]]
-    registers.copy_(reducer.reduce(result))
+    reduced = None
+    if call.core.computes:
+        assert reducer.reduce is not None
+        reduced = reducer.reduce(_activate(call, dst, function, data, bias, scale))
+    registers = Accumulators.of(call)
+    registers.update(call, ReduceCmd.reset_reduce, reducer, reduced)
     if reduce_res is not None:
-        reduce_res.put(registers)
+        registers.read(call, reduce_res)

@@ -12,6 +12,7 @@ from ..enums import MemoryRegion, nc_version
 from ..enums import engine as Engine
 from ..enums import matmul_perf_mode as PerfMode
 from ..instruction import Call, instruction
+from ..layout import extent
 from ..tensor import NkiTensor
 
 MATMUL_DTYPES = (float8_e4m3, float8_e5m2, float8_e4m3fn, bfloat16, float16, tfloat32, float32)
@@ -57,10 +58,12 @@ def nc_matmul(
         perf_mode: double_row contracts [P, 2, F] float8 tiles over P and 2.
     """
     doubled = perf_mode is PerfMode.double_row
-    rows, columns, contraction = _check_shapes(call, dst, stationary, moving, doubled)
+    rows, columns, contraction = _sizes(call, stationary, moving, doubled)
     if call.core.checking:
         _check_matmul(call, dst, stationary, moving, doubled, is_transpose, (rows, columns))
         _check_tiling(call, stationary, rows, doubled, tile_position, tile_size)
+    if dst.shape[0] != rows or dst.free_size != columns:
+        call.fail("matmul-shape", f"dst is {list(dst.shape)}, expected [{rows}, {columns}]")
     call.work = {"rows": rows, "columns": columns, "contraction": contraction}
     added = _accumulates(call, dst, accumulate)
     call.work["accumulate"] = added is not False
@@ -72,9 +75,8 @@ def nc_matmul(
     _mark_matmul(dst)
 
 
-def _check_shapes(
-    call: Call, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, doubled: bool
-) -> tuple[int, int, int]:
+def _sizes(call: Call, stationary: NkiTensor, moving: NkiTensor, doubled: bool) -> tuple[int, int, int]:
+    """Width of the stationary tile, width of the moving tile, and contraction length."""
     partitions = stationary.shape[0]
     if moving.shape[0] != partitions:
         call.fail("matmul-shape", f"stationary has {partitions} partitions, moving {moving.shape[0]}")
@@ -84,10 +86,7 @@ def _check_shapes(
         for operand, tensor in (("stationary", stationary), ("moving", moving)):
             if len(tensor.shape) < 3 or tensor.shape[1] != 2:
                 call.fail("matmul-shape", f"{operand} is {list(tensor.shape)}, double_row expects [P, 2, F]")
-    rows, columns = stationary.free_size // factor, moving.free_size // factor
-    if dst.shape[0] != rows or dst.free_size != columns:
-        call.fail("matmul-shape", f"dst is {list(dst.shape)}, expected [{rows}, {columns}]")
-    return rows, columns, partitions * factor
+    return stationary.free_size // factor, moving.free_size // factor, partitions * factor
 
 
 def _check_matmul(
@@ -105,6 +104,8 @@ def _check_matmul(
     call.require(size[0] <= 128, "stationary-limit", f"stationary is {size[0]} wide, at most 128")
     limit = target.moving_limit * (2 if dst.dtype == bfloat16 and newest else 1)
     call.require(size[1] <= limit, "moving-limit", f"moving is {size[1]} wide, at most {limit} on {target.name}")
+    if not newest:
+        _check_bank(call, dst)
     if not is_transpose:
         call.require(
             (left in _FP32) == (right in _FP32),
@@ -124,7 +125,15 @@ def _check_matmul(
         call.require(
             left in FLOAT8 and right in FLOAT8, "operand-dtype", f"double_row takes float8, got {left} and {right}"
         )
-        call.require(not is_transpose, "operand-dtype", "double_row cannot transpose")
+        call.require(not is_transpose, "tile-position", "double_row cannot transpose")
+
+
+def _check_bank(call: Call, dst: NkiTensor) -> None:
+    """Before trn3 one matmul writes one PSUM bank."""
+    size, bank = dst.dtype.itemsize, call.core.target.psum_bank_bytes
+    first = dst.offset % dst.partition_elements * size + (dst.storage.address or (0, 0))[1]
+    last = first + (extent(dst.shape[1:], dst.strides[1:]) + 1) * size - 1
+    call.require(first // bank == last // bank, "psum-bank", f"dst covers bytes {first} to {last} of a PSUM partition")
 
 
 def _check_tiling(
@@ -247,7 +256,6 @@ def nc_transpose(
     On the Tensor Engine from SBUF to PSUM and up to 128 x 128; on the Vector Engine up to 32 x 32, any on-chip memory.
     """
     unit = call.engine
-    call.require(unit in call.declaration.engines, "engine-choice", f"engine is {unit.name}, expected tensor or vector")
     rows, columns = data.shape[0], data.free_size
     if dst.shape[0] != columns or dst.free_size != rows:
         call.fail("matmul-shape", f"dst is {list(dst.shape)}, expected [{columns}, {rows}]")

@@ -24,15 +24,6 @@ from .dma import copy
 _PSUM = MemoryRegion.psum
 
 
-def check_engine(call: Call) -> None:
-    """Demand an engine that the instruction's declaration lists."""
-    if call.engine not in call.declaration.engines:
-        allowed = ", ".join(unit.name for unit in call.declaration.engines)
-        call.require(
-            False, "engine-choice", f"engine is {getattr(call.engine, 'name', call.engine)}, expected {allowed}"
-        )
-
-
 def _vector_unless_asked(*bound: Any) -> Engine:
     engine: Engine = bound[-2]
     return Engine.vector if engine is Engine.unknown else engine
@@ -50,9 +41,10 @@ def tensor_copy(
     call: Call, dst: NkiTensor, src: NkiTensor, engine: Engine = Engine.unknown, name: str | None = None
 ) -> None:
     """dst = src within SBUF and PSUM; bit for bit between equal dtypes, else through float32."""
-    check_engine(call)
     if call.engine is Engine.scalar:
         call.require_target(nc_version.gen3, "tensor_copy on the Scalar Engine")
+    if dst.dtype != src.dtype and "packed" in (dst.dtype.kind, src.dtype.kind):
+        call.fail("matching-dtype", f"src is {src.dtype}, dst {dst.dtype}; packed dtypes are not cast")
     if call.core.computes:
         copy(dst, src)
 
@@ -60,7 +52,6 @@ def tensor_copy(
 @instruction(engine=_vector_unless_asked, engines=(Engine.vector, Engine.gpsimd), writes=("dst",))
 def memset(call: Call, dst: NkiTensor, value: float, engine: Engine = Engine.unknown, name: str | None = None) -> None:
     """Fill dst with the constant `value`, an integer for integer dtypes; packed x4 dtypes take 0 only."""
-    check_engine(call)
     if not isinstance(value, (int, float)):
         call.fail("scalar-operand", f"value is {value!r}, expected a number")
     kind = dst.dtype.kind
@@ -114,7 +105,6 @@ def tensor_tensor(
 
     Arithmetic is in float32, but exact between int32/uint32 tensors on GpSimd; bitvec operators take integers.
     """
-    check_engine(call)
     operator = alu_operator(call, op)
     check_bitvec(call, operator, dst=dst, data1=data1, data2=data2)
     if operator is power:
@@ -169,7 +159,6 @@ def tensor_scalar(
     Both operators are arithmetic (float32; tensor operands float32) or both bitvec (integers, Vector Engine).
     `reverse0`, `reverse1` put the operand on the left. Unary operators take None or 0 as operand.
     """
-    check_engine(call)
     first = alu_operator(call, op0, inputs=None)
     second = None if op1 is None else alu_operator(call, op1, inputs=None)
     _check_scalar_operand(call, first, operand0, "operand0")
@@ -279,7 +268,7 @@ def tensor_reduce(
             "same-elements", f"dst is {list(dst.shape)}, expected {list(kept)} with the reduced axes gone or of size 1"
         )
     if operator.is_bitvec:
-        call.require(not negate, "operator-kind", "negate needs an arithmetic operator")
+        call.require(not negate, "operator", f"negate needs an arithmetic operator, got {operator!r}")
     if not call.core.computes:
         return
     shape = (*kept, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..core import current_core, fail
+from ..core import LoopScope, current_core, fail
 from ..registers import VirtualRegister
 from ..views import DynamicSlice
 
@@ -44,27 +44,37 @@ def fori_loop(lower: Bound, upper: Bound, body_fun: Callable[[VirtualRegister], 
 
 def while_loop(init: VirtualRegister, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
     """Call body_fun(register) while the condition is not 0; it returns the next condition register."""
-    _check_outside_no_reorder()
     condition = init
-    while condition.read() != 0:
-        condition = body_fun(VirtualRegister(condition.read()))
-        if not isinstance(condition, VirtualRegister):
-            fail("loop-body", f"the body of while_loop returned {condition!r}, expected the next condition register")
+    with _Loop():
+        while condition.read() != 0:
+            condition = body_fun(VirtualRegister(condition.read()))
+            if not isinstance(condition, VirtualRegister):
+                fail(
+                    "loop-body", f"the body of while_loop returned {condition!r}, expected the next condition register"
+                )
 
 
 def _registers(start: Bound, stop: Bound, step: int, frozen: bool) -> Iterator[VirtualRegister]:
     if isinstance(step, VirtualRegister) or not isinstance(step, int) or step < 1:
         fail("loop-step", f"step is {step!r}, expected a positive integer")
-    _check_outside_no_reorder()
-    for value in range(_value(start), _value(stop), step):
-        yield VirtualRegister(value, frozen)
+    with _Loop():
+        for value in range(_value(start), _value(stop), step):
+            yield VirtualRegister(value, frozen)
 
 
 def _value(bound: Bound) -> int:
     return bound.read() if isinstance(bound, VirtualRegister) else bound
 
 
-def _check_outside_no_reorder() -> None:
-    core = current_core()
-    if core.no_reorder_depth and core.checking:
-        fail("loop-no-reorder", "a dynamic loop inside a no_reorder block; put the block inside the loop")
+class _Loop:
+    """A dynamic loop while it runs: what is declared inside ends with it."""
+
+    def __enter__(self) -> None:
+        core = self._core = current_core()
+        if core.no_reorder_depth and core.checking:
+            fail("loop-no-reorder", "a dynamic loop inside a no_reorder block; put the block inside the loop")
+        self._scope = core.loop = LoopScope(core.loop)
+
+    def __exit__(self, *_: object) -> None:
+        self._core.loop = self._scope.parent
+        self._scope.ended = True
