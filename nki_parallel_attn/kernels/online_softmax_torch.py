@@ -97,7 +97,7 @@ def attend_backward(
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], merged: Tensor) -> Tensor:
-    """Merge parts over disjoint keys into `merged`, [H, n, D] of any strides.
+    """Merge parts over disjoint keys into `merged`, [H, n, D] of any strides, which may be one of `outs`.
 
     Args:
         outs: each [H, n, D].
@@ -107,16 +107,20 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], merged: Tensor) -> Ten
         The merged log-sum-exp, [H, n]; -inf where no part sees a key, and `merged` is 0 there.
     """
     stacked = torch.stack(list(lses))
-    lse = stacked.logsumexp(0)
-    weights = (stacked - lse.masked_fill(lse == -torch.inf, 0)).exp_()[..., None]
+    peak = stacked.amax(0)
+    weights = (stacked - peak.masked_fill(peak == -torch.inf, 0)).exp_()
+    total = weights.sum(0)
+    lse = peak + total.log()
+    # Divided, not exp(stacked - lse): the weights sum to 1 however large the log-sum-exps are.
+    weights = (weights / total.masked_fill(total == 0, 1))[..., None]
     heads, rows, dim = merged.shape
     step = max(1, MERGE_CHUNK // (heads * dim))
     for start in range(0, rows, step):
         chunk = (slice(None), slice(start, start + step))
-        total = outs[0][chunk].to(lse.dtype) * weights[0][chunk]
+        sums = outs[0][chunk].to(lse.dtype) * weights[0][chunk]
         for out, weight in zip(outs[1:], weights[1:], strict=True):
-            total.addcmul_(out[chunk].to(lse.dtype), weight[chunk])
-        merged[chunk] = total
+            sums.addcmul_(out[chunk].to(lse.dtype), weight[chunk])
+        merged[chunk] = sums
     return lse
 
 

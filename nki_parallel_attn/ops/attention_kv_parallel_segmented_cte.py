@@ -233,8 +233,9 @@ class _Arguments:
             raise ArgumentError(
                 "group_size", self.group_size, f"{len(ranks)}, the length of {list(ranks)}, this rank's list"
             )
-        if list(ranks) != sorted(ranks):
-            raise ArgumentError("replica_groups", f"the list {list(ranks)}", "ranks in ascending order")
+        given = self.replica_groups.group_of(_rank())
+        if given != ranks:
+            raise ArgumentError("replica_groups", f"the list {list(given)}", "ranks in ascending order")
         if self.group is not None:
             members = tuple(dist.get_process_group_ranks(self.group))
             if members != ranks:
@@ -387,7 +388,7 @@ def _ranks_of_list(replica_groups: ReplicaGroup) -> tuple[int, ...]:
     if not isinstance(replica_groups, ReplicaGroup):
         raise ArgumentTypeError("replica_groups", type(replica_groups).__name__, "a ReplicaGroup")
     try:
-        return replica_groups.group_of(_rank())
+        return tuple(sorted(replica_groups.group_of(_rank())))
     except ValueError as error:
         raise ArgumentError("replica_groups", replica_groups.groups, f"a list that holds rank {_rank()}") from error
 

@@ -5,7 +5,7 @@ torch.distributed was initialised with, and reads what the others posted. The st
 because it works before a process group exists, leaves nothing pending when a rank stays away, and a rank whose replica
 group is wrong can tell the ranks that wait for it although it does not know who they are.
 
-Cost: two round trips to the store in a call, about half a millisecond for four ranks of one host.
+Cost: two round trips to the store for each call, about half a millisecond for four ranks of one host.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -25,9 +25,12 @@ from nki_parallel_attn.errors import ArgumentError, PeerError, RankMismatchError
 CheckRanks = Literal["always", "first", "never"]
 
 PREFIX = "nki_parallel_attn"
-# A rank that waits longer than this looks for reasons: a peer that refused, or one that waits in another group.
-GRACE = timedelta(seconds=1)
-POLL = timedelta(seconds=0.5)
+ERROR, OK, GONE = "error ", "ok ", "gone "
+# A rank that waits longer than this looks for reasons, this often: a peer that refused, or that waits in another group.
+GRACE_SECONDS = 1.0
+LOOK_SECONDS = 0.5
+# Pauses between two looks at the store: a tenth of the time waited so far, within these bounds.
+PAUSE_SECONDS = (0.0001, 0.01)
 
 
 def agree(
@@ -67,17 +70,24 @@ def agree(
         if (ranks, digest) in board.agreed:
             return
         board.agreed.add((ranks, digest))
-    call = board.next_call(ranks)
-    posted = board.exchange(operation, call, ranks, f"error {_describe(error)}" if error else f"ok {digest}")
+    try:
+        posted = board.exchange(operation, ranks, ERROR + _describe(error) if error else OK + digest)
+    except dist.DistError as lost:
+        raise PeerError(f"{operation}: the store that ranks meet in is gone, its rank has died: {lost}") from (
+            error or lost
+        )
     if error:
         raise error
-    refused = {rank: text[6:] for rank, text in posted.items() if text.startswith("error ")}
+    gone = {rank: text.removeprefix(GONE) for rank, text in posted.items() if text.startswith(GONE)}
+    if gone:
+        raise PeerError(f"{operation}: ranks {list(gone)} have given up: {next(iter(gone.values()))}")
+    refused = {rank: text.removeprefix(ERROR) for rank, text in posted.items() if text.startswith(ERROR)}
     if refused:
         reasons = "; ".join(f"rank {rank} refused its arguments: {text}" for rank, text in refused.items())
         raise PeerError(f"{operation}: {reasons}")
     if len(set(posted.values())) > 1:
-        details = board.exchange(operation, f"{call}/fields", ranks, json.dumps({k: str(v) for k, v in fields.items()}))
-        by_rank = {rank: json.loads(text) for rank, text in details.items() if text.startswith("{")}
+        details = board.exchange(operation, ranks, json.dumps({name: str(value) for name, value in fields.items()}))
+        by_rank = {rank: json.loads(text) for rank, text in details.items()}
         raise RankMismatchError(f"{operation}: arguments differ between ranks: {_differences(by_rank)}")
 
 
@@ -90,94 +100,113 @@ def check_check_ranks(value: object) -> None:
 class _Board:
     """What ranks post about their calls, in the default group's store.
 
-    Keys: <group>/<lifetime>.<call>/<rank> holds a rank's post for one call; refused/<rank> the error of a rank that
-    does not know its group; waiting/<rank> the group that a rank has been waiting in for longer than the grace period.
+    <group>/<lifetime>/<rank>/<0 or 1> holds "<n> <text>", a rank's post for the group's n-th exchange. Two slots are
+    enough: who posts n+2 has read n+1 from everyone, and who has posted n+1 has read n.
+    refused/<rank> holds the last error of a rank that did not know its group. It counts as a call of the group that the
+    rank uses next, so that a caller who goes on after an error stays in step with the others.
+    waiting/<rank> holds the exchange that a rank has long been waiting in. Both are empty when that is over.
     """
 
     def __init__(self, store: Any, rank: int) -> None:  # torch declares only a part of Store
         self.store: Any = dist.distributed_c10d.PrefixStore(PREFIX, store)
-        self.timeout: timedelta = store.timeout
+        self.timeout: float = store.timeout.total_seconds()
         self.rank = rank
         self.agreed: set[tuple[tuple[int, ...], str]] = set()
-        self._calls: dict[tuple[int, ...], tuple[int, int]] = {}
-        self._stale: dict[tuple[int, ...], str] = {}
-        self._refused = False
-
-    def next_call(self, ranks: tuple[int, ...]) -> str:
-        """A name that no other call of the group has, in this life of the default process group or an earlier one."""
-        if ranks not in self._calls:
-            self._calls[ranks] = (self.store.add(f"lifetimes/{_join(ranks)}/{self.rank}", 1), 0)
-        lifetime, count = self._calls[ranks]
-        self._calls[ranks] = (lifetime, count + 1)
-        return f"{lifetime}.{count}"
+        self._lifetimes: dict[tuple[int, ...], int] = {}
+        self._next: Counter[tuple[int, ...]] = Counter()
+        self._complete: set[tuple[tuple[int, ...], int]] = set()
+        self._refusals: list[str] = []
+        self._refused = 0
+        self._seen_refusals: dict[int, int] = {}
 
     def refuse(self, text: str) -> None:
-        self.store.set(f"refused/{self.rank}", text)
-        self._refused = True
+        """Tell whoever waits for this rank that it will not come."""
+        self._refused += 1
+        self._refusals.append(text)
+        self.store.set(f"refused/{self.rank}", json.dumps([self._refused, text]))
 
-    def exchange(self, operation: str, call: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
-        """Post `text` and return every rank's, in rank order."""
-        if self._refused:
-            self.store.delete_key(f"refused/{self.rank}")
-            self._refused = False
-        keys = {rank: f"{_join(ranks)}/{call}/{rank}" for rank in ranks}
-        self.store.set(keys[self.rank], text)
-        self._wait(operation, ranks, keys)
-        posted = dict(zip(ranks, (value.decode() for value in self._get(list(keys.values()))), strict=True))
-        # Everyone has posted this call, so everyone has read the one before.
-        if ranks in self._stale:
-            self.store.delete_key(self._stale[ranks])
-        self._stale[ranks] = keys[self.rank]
+    def exchange(self, operation: str, ranks: tuple[int, ...], text: str) -> dict[int, str]:
+        """Post `text` and return every rank's, in rank order.
+
+        Raises:
+            PeerError: a rank will not come, or did not within the timeout.
+        """
+        refusals, self._refusals = self._refusals, []
+        for refusal in refusals:
+            self.exchange(operation, ranks, ERROR + refusal)
+        if refusals:
+            self.store.set(f"refused/{self.rank}", "")
+        if ranks not in self._lifetimes:
+            # Keys must differ from those of an earlier default group over the same store.
+            self._lifetimes[ranks] = self.store.add(f"lifetimes/{_join(ranks)}/{self.rank}", 1)
+        number = self._next[ranks]
+        self._next[ranks] += 1
+        self._post(ranks, self._lifetimes[ranks], number, text)
+        start = looked = time.monotonic()
+        try:
+            while len(posted := self._read(ranks, number)) < len(ranks):
+                now = time.monotonic()
+                if now - start > GRACE_SECONDS and now - looked > LOOK_SECONDS:
+                    looked = now
+                    here = [ranks, self._lifetimes[ranks], number, operation]
+                    self.store.set(f"waiting/{self.rank}", json.dumps(here))
+                    missing = [rank for rank in ranks if rank not in posted]
+                    problem = self._problem(operation, ranks, posted, missing)
+                    if not problem and now - start > self.timeout:
+                        problem = f"ranks {missing} did not arrive within {self.timeout:.0f} s"
+                    if problem:
+                        # For the ranks that wait for the same ones, and for those that come after all.
+                        self._post(ranks, self._lifetimes[ranks], number, GONE + problem)
+                        raise PeerError(f"{operation}: {problem}")
+                time.sleep(min(max((now - start) / 10, PAUSE_SECONDS[0]), PAUSE_SECONDS[1]))
+        finally:
+            if looked > start:
+                self.store.set(f"waiting/{self.rank}", "")
         return posted
 
-    def _get(self, keys: list[str]) -> list[bytes]:
-        if self.store.has_extended_api():
-            return cast("list[bytes]", self.store.multi_get(keys))
-        return [self.store.get(key) for key in keys]
+    def _post(self, ranks: tuple[int, ...], lifetime: int, number: int, text: str) -> None:
+        self.store.set(f"{_join(ranks)}/{lifetime}/{self.rank}/{number % 2}", f"{number} {text}")
 
-    def _arrived(self, keys: list[str], patience: timedelta) -> bool:
-        try:
-            self.store.wait(keys, patience)
-        except RuntimeError:  # of which DistStoreError is one
-            return bool(self.store.check(keys))
-        return True
+    def _read(self, ranks: tuple[int, ...], number: int) -> dict[int, str]:
+        """The posts of this exchange that are there; one round trip once all keys exist, for reading others blocks."""
+        keys = {rank: f"{_join(ranks)}/{self._lifetimes[ranks]}/{rank}/{number % 2}" for rank in ranks}
+        if (ranks, number % 2) not in self._complete:
+            if self.store.check(list(keys.values())):
+                self._complete.add((ranks, number % 2))
+            else:
+                keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        names = list(keys.values())
+        values = self.store.multi_get(names) if self.store.has_extended_api() else map(self.store.get, names)
+        numbered = {rank: value.decode().partition(" ") for rank, value in zip(keys, values, strict=True)}
+        return {rank: text for rank, (of, _, text) in numbered.items() if int(of) == number}
 
-    def _wait(self, operation: str, ranks: tuple[int, ...], keys: dict[int, str]) -> None:
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        if self._arrived(list(keys.values()), min(GRACE, self.timeout)):
-            return
-        self.store.set(f"waiting/{self.rank}", json.dumps([list(ranks), operation]))
-        try:
-            while not self._arrived(list(keys.values()), POLL):
-                missing = [rank for rank, key in keys.items() if not self.store.check([key])]
-                problem = self._problem(ranks, keys, missing)
-                if not problem and time.monotonic() > deadline:
-                    problem = f"ranks {missing} did not arrive within {self.timeout.total_seconds():.0f} s"
-                if problem:
-                    # Also for the ranks that wait for the same ones.
-                    self.store.set(keys[self.rank], f"error {problem}")
-                    raise PeerError(f"{operation}: {problem}")
-        finally:
-            self.store.delete_key(f"waiting/{self.rank}")
+    def _lookup(self, key: str) -> str:
+        """The value of a key that is emptied but never deleted; an empty string when it was never set."""
+        return self.store.get(key).decode() if self.store.check([key]) else ""
 
-    def _problem(self, ranks: tuple[int, ...], keys: dict[int, str], missing: list[int]) -> str:
+    def _problem(self, operation: str, ranks: tuple[int, ...], posted: Mapping[int, str], missing: list[int]) -> str:
         """Why the missing ranks will never come, or an empty string."""
-        for rank in ranks:
-            if rank not in missing and rank != self.rank:
-                text = self.store.get(keys[rank]).decode()
-                if text.startswith("error "):
-                    return f"rank {rank}: {text[6:]}"
+        for text in posted.values():
+            if text.startswith(GONE):
+                return text.removeprefix(GONE)
         for rank in missing:
-            if self.store.check([f"refused/{rank}"]):
-                return f"rank {rank} refused its arguments: {self.store.get(f'refused/{rank}').decode()}"
-            if self.store.check([f"waiting/{rank}"]):
-                theirs, operation = json.loads(self.store.get(f"waiting/{rank}"))
-                # It waits for this rank as this rank waits for it: neither will come.
-                if self.rank in theirs and theirs != list(ranks):
-                    return (
-                        f"replica_groups differ: rank {self.rank} is in group {list(ranks)}, "
-                        f"rank {rank} in {operation} with group {theirs}"
+            if refusal := self._lookup(f"refused/{rank}"):
+                count, text = json.loads(refusal)
+                if self._seen_refusals.get(rank, 0) < count:
+                    self._seen_refusals[rank] = count
+                    return f"rank {rank} refused its arguments: {text}"
+            if waiting := self._lookup(f"waiting/{rank}"):
+                theirs, lifetime, number, their_operation = json.loads(waiting)
+                # It waits for this rank as this rank waits for it: neither will come. One of the two, the one in the
+                # smaller group, tells the group of the other.
+                if self.rank in theirs and (len(ranks), list(ranks)) < (len(theirs), theirs):
+                    problem = (
+                        f"replica_groups differ: rank {rank} is in {their_operation} with group {theirs}, "
+                        f"rank {self.rank} in {operation} with group {list(ranks)}"
                     )
+                    self._post(tuple(theirs), lifetime, number, ERROR + problem)
+                    self._next[tuple(theirs)] = number + 1
+                    return problem
         return ""
 
 
