@@ -200,19 +200,16 @@ class ShardingPlan:
         Raises:
             PlanError: Contiguous over several ranks without max_seq_len.
         """
-        if self.sequence_ranks == 1:
+        ranks, block_size = self.sequence_ranks, self.block_size
+        if ranks == 1:
             # One rank holds everything in order, whatever the layout is called.
-            return RoundRobin().bind(ranks=1, block_size=self.block_size)
-        local_length = None
-        if isinstance(self.kv_layout, Contiguous):
-            if self.max_seq_len is None:
-                raise PlanError(
-                    "Contiguous needs max_seq_len, which fixes where a rank's share ends", "max_seq_len=None"
-                )
-            virtual_block = self.sequence_ranks * self.block_size
-            local_length = -(-self.max_seq_len // virtual_block) * self.block_size
-            return self.kv_layout.bind(ranks=self.sequence_ranks, block_size=self.block_size, local_length=local_length)
-        return self.kv_layout.bind(ranks=self.sequence_ranks, block_size=self.block_size)
+            return RoundRobin().bind(ranks=1, block_size=block_size)
+        if not isinstance(self.kv_layout, Contiguous):
+            return self.kv_layout.bind(ranks=ranks, block_size=block_size)
+        if self.max_seq_len is None:
+            raise PlanError("Contiguous needs max_seq_len, which fixes where a rank's share ends", "max_seq_len=None")
+        local_length = -(-self.max_seq_len // (ranks * block_size)) * block_size
+        return self.kv_layout.bind(ranks=ranks, block_size=block_size, local_length=local_length)
 
     def length(self, length: int | None = None) -> int:
         """`length`, by default max_seq_len: the tokens of one sequence.

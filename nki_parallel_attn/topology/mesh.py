@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -111,11 +112,7 @@ class RankMesh:
         Raises:
             ArgumentError: an unknown axis, or one named twice.
         """
-        varying = [self.names.index(name) for name in self._known(axes)]
-        fixed = [place for place in range(len(self.axes)) if place not in varying]
-        grid = np.arange(self.world_size).reshape(self.sizes).transpose(fixed + varying)
-        lists: list[list[int]] = grid.reshape(-1, self.size(*axes)).tolist()
-        return ReplicaGroup(lists).validate(self.world_size)
+        return _groups(self, self._known(axes))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The one list of `groups(*axes)` that holds `rank`, without making the others."""
@@ -139,3 +136,13 @@ class RankMesh:
     def _check_rank(self, rank: int) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ArgumentError("rank", repr(rank), f"0 <= rank < world_size = {self.world_size}")
+
+
+# A step asks for its replica groups again and again, and thousands of ranks take milliseconds to list and validate.
+@lru_cache(maxsize=64)
+def _groups(mesh: RankMesh, axes: tuple[str, ...]) -> ReplicaGroup:
+    varying = [mesh.names.index(name) for name in axes]
+    fixed = [place for place in range(len(mesh.axes)) if place not in varying]
+    grid = np.arange(mesh.world_size).reshape(mesh.sizes).transpose(fixed + varying)
+    lists: list[list[int]] = grid.reshape(-1, mesh.size(*axes)).tolist()
+    return ReplicaGroup(lists).validate(mesh.world_size)
