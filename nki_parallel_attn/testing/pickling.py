@@ -8,6 +8,7 @@ storage along. Exceptions are rebuilt without calling their __init__, whose para
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import pickle
 import sys
@@ -73,6 +74,8 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.CodeType):  # cloudpickle drops the file name, and tracebacks would have no source
             build, args, *_ = self.dispatch_table[types.CodeType](obj)
             return _rebuild_code, (obj.co_filename, build, args)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)  # torch's config modules, which cloudpickle does not know
         return super().reducer_override(obj)
 
 

@@ -27,7 +27,7 @@ from nki_parallel_attn.errors import RankFailedError, RankTimeoutError
 from nki_parallel_attn.testing import protocol
 
 START_TIMEOUT = 120.0  # seconds for a rank server to load torch on a busy machine
-MAX_IDLE_RANKS = 16  # about 20 MB each
+MAX_IDLE_RANKS = 16  # about 10 MB each that they do not share, and what the tests left there
 
 _SERVER = (
     "import json, sys; fd, directory, preload, path = map(json.loads, sys.argv[1:]); sys.path[:] = path; "

@@ -21,7 +21,8 @@ from nki_parallel_attn.testing.pickling import dumps_call
 from nki_parallel_attn.testing.pool import RankPool
 from nki_parallel_attn.testing.report import death_title, failure_report, format_stacks, rank_names
 
-GRACE = 2.0  # seconds that the others get, after a failure or one more rank's end, to end on their own
+GRACE = 2.0  # seconds that the others get after a rank raised, and again after each that ends, to end on their own
+GRACE_AFTER_DEATH = 0.5  # the same after a rank died; what its peers have to say then adds little
 RELEASE_TIMEOUT = 3.0  # seconds to destroy a process group (30 ms) before the ranks are replaced
 
 _lock = threading.Lock()
@@ -61,7 +62,8 @@ def run_ranks(
         ArgumentError: world_size or timeout is not positive.
         ArgumentTypeError: fn, or an argument, cannot be pickled.
         RankFailedError: ranks raised, died, or returned what cannot be pickled. It holds the traceback of each of them;
-            the others get 2 s to end, and then it says where they were. `exceptions` has the exceptions by rank.
+            the others get 2 s to end (0.5 s after a death), and then it says where they were. `exceptions` has the
+            exceptions by rank.
         RankTimeoutError: ranks hung. It holds their Python stacks.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -120,7 +122,7 @@ class _FinishedCall:
         exceptions: dict[int, BaseException] = {}
         failures: dict[int, tuple[str, str]] = {}
         for rank, (status, stacks) in self.deaths.items():  # first, because they are why others fail
-            failures[rank] = (death_title(status), format_stacks(stacks))
+            failures[rank] = (death_title(status), format_stacks(stacks) if stacks else "")
         for rank, outcome in self.outcomes.items():
             if not outcome.returned:
                 failures.setdefault(rank, (outcome.title, outcome.text))
@@ -183,7 +185,7 @@ def _collect(pool: RankPool, world_size: int, timeout: float) -> _FinishedCall:
         running -= ended
         failed = finished.deaths or not all(outcome.returned for outcome in finished.outcomes.values())
         if ended and failed:
-            deadline = min(timeout_end, time.monotonic() + GRACE)
+            deadline = min(timeout_end, time.monotonic() + (GRACE_AFTER_DEATH if finished.deaths else GRACE))
     if running:
         finished.stacks = pool.stacks(running)
     return finished
