@@ -73,13 +73,15 @@ def make_plan(model: PrefillModel, options: argparse.Namespace, world_size: int)
         sizes: list[int | str] = [size for size in range(1, shape.q_heads + 1) if shape.q_heads % size == 0]
         rule = "the number of ranks divides the query heads"
         raise PlanError(rule, f"{world_size} ranks, {shape.q_heads} query heads", {"world_size": sizes})
+    block_size = options.block_size or default_block_size(length, world_size)
     return ShardingPlan(
         shape,
         world_size=world_size,
         kvp=world_size,
         kv_layout=Contiguous() if options.layout == "contiguous" else RoundRobin(),
-        block_size=options.block_size or default_block_size(length, world_size),
-        seg_size=options.seg_size,
+        block_size=block_size,
+        # Queries are padded to whole segments: no more than needed for a short text.
+        seg_size=options.seg_size or min(world_size * block_size, -(-length // block_size) * block_size),
         max_seq_len=length,
     )
 

@@ -51,7 +51,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--block-size", type=_positive, metavar="N", help="tokens of a cache block (default: two per rank, 16 to 128)"
     )
     sharding.add_argument(
-        "--seg-size", type=_positive, metavar="N", help="tokens of a segment (default: ranks x block size)"
+        "--seg-size",
+        type=_positive,
+        metavar="N",
+        help="tokens of a segment (default: ranks x block size, less for a short text)",
     )
     sharding.add_argument("--apc", action="store_true", help="two calls, the second over a prefix known at run time")
     sharding.add_argument("--backend", choices=("auto", "torch", "sim", "neuron"), default="auto")

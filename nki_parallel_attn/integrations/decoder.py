@@ -76,15 +76,15 @@ class Blocks(Protocol):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and output projection, for one sequence at a time."""
+    """Embedding, layers, final norm and output projection, for one sequence at a time; weights are to be loaded."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.rms_norm_eps)
-        self.lm_head = None if config.tied_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.lm_head = None if config.tied_embeddings else Projection(config.hidden, config.vocab_size, bias=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Logits [S, vocab_size] of `token_ids` [S] int64, on one process."""
@@ -145,10 +145,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.config = config
         q_width, kv_width = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden, q_width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_width, config.hidden, bias=config.output_bias)
+        self.q_proj = Projection(config.hidden, q_width, bias=config.qkv_bias)
+        self.k_proj = Projection(config.hidden, kv_width, bias=config.qkv_bias)
+        self.v_proj = Projection(config.hidden, kv_width, bias=config.qkv_bias)
+        self.o_proj = Projection(q_width, config.hidden, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -171,7 +171,7 @@ class SelfAttention(nn.Module):
         columns = self.o_proj.weight[:, self._channels(heads)]
         return F.linear(attention.transpose(0, 1).flatten(1), columns)
 
-    def _heads(self, projection: nn.Linear, hidden: Tensor, heads: range) -> Tensor:
+    def _heads(self, projection: Projection, hidden: Tensor, heads: range) -> Tensor:
         channels = self._channels(heads)
         bias = None if projection.bias is None else projection.bias[channels]
         flat = F.linear(hidden, projection.weight[channels], bias)
@@ -186,9 +186,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+        self.gate_proj = Projection(config.hidden, config.intermediate, bias=config.mlp_bias)
+        self.up_proj = Projection(config.hidden, config.intermediate, bias=config.mlp_bias)
+        self.down_proj = Projection(config.intermediate, config.hidden, bias=config.mlp_bias)
 
     def project(self, hidden: Tensor, channels: slice) -> Tensor:
         """Share [S, hidden] of the output that the intermediate `channels` give, without down_proj's bias."""
@@ -199,12 +199,26 @@ class SwiGLU(nn.Module):
         return F.linear(F.silu(gate) * up, self.down_proj.weight[:, channels])
 
 
+class Projection(nn.Linear):
+    """A linear layer that leaves its weights as they are: they are loaded, never drawn."""
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: on the meta device, drawing costs seconds of imports."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding table that leaves its weights as they are."""
+
+    def reset_parameters(self) -> None:
+        """Draw nothing."""
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, the mean in float32 (float64 for float64 input)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,6 +260,6 @@ class Dense:
         return add_bias(layer.mlp.project(hidden, slice(None)), layer.mlp.down_proj)
 
 
-def add_bias(output: Tensor, projection: nn.Linear) -> Tensor:
+def add_bias(output: Tensor, projection: Projection) -> Tensor:
     """`output` with the projection's bias, where it has one: added once, after partial outputs are summed."""
     return output if projection.bias is None else output + projection.bias
