@@ -328,7 +328,7 @@ def _processing_rank(call: Call, iteration_id: int, replica_group: ReplicaGroup,
 def collective_permute_implicit_current_processing_rank_id(
     iteration_id: int, replica_group: ReplicaGroup, channel_id: int = 0, name: str | None = None
 ) -> VirtualRegister:
-    """Register with the rank whose data this rank handles in a step of the ring: its own at 0, then its predecessors'."""
+    """Register with the rank whose data this rank handles in a ring step: its own at 0, then its predecessors'."""
     register = VirtualRegister()
     _processing_rank(iteration_id, replica_group, register)
     return register
@@ -350,8 +350,6 @@ def rank_id(name: str | None = None) -> VirtualRegister:
 
 
 def _group(call: Call, replica_group: ReplicaGroup) -> ReplicaGroup:
-    if not isinstance(replica_group, ReplicaGroup):
-        replica_group = ReplicaGroup(replica_group)
     if replica_group.ranks[-1] >= call.core.world_size:
         raise ReplicaGroupError(
             f"{call.name}: rank {replica_group.ranks[-1]} is outside the world of {call.core.world_size} ranks"
@@ -408,7 +406,7 @@ def _meet_ranks(
                 if not tensor.storage.full:
                     call.check_written(f"source {index}", tensor)
 
-    call.core.world.meet(call.core, ranks, signature, sources, destinations, combine, check)
+    call.meeting = call.core.world.meet(call.core, ranks, signature, sources, destinations, combine, check)
 
 
 # Checks.
@@ -536,7 +534,7 @@ def _check_all_to_all_v(call: Call, group: ReplicaGroup, has_rdispls: bool) -> N
         call.require(
             lnc == 2 and whole and len(ranks) > per_chip,
             "all-to-all-v",
-            f"LNC {lnc}, ranks {list(ranks)}; {target.name} takes LNC 2 and consecutive ranks of more than one whole chip",
+            f"LNC {lnc}, ranks {list(ranks)}; {target.name} takes LNC 2 and whole consecutive chips",
         )
     else:
         node = target.ranks_per_node(lnc)
@@ -544,7 +542,7 @@ def _check_all_to_all_v(call: Call, group: ReplicaGroup, has_rdispls: bool) -> N
         call.require(
             inter and not has_rdispls,
             "all-to-all-v",
-            f"ranks {list(ranks)}, has_rdispls={has_rdispls}; {target.name} takes same-indexed ranks of different nodes "
+            f"ranks {list(ranks)}, has_rdispls={has_rdispls}; {target.name} takes same-indexed ranks of nodes "
             f"({node} ranks each) and no has_rdispls",
         )
 

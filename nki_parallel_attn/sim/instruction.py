@@ -76,9 +76,10 @@ class Call:
         work: facts for the cost model that the operands do not show; filled by the body.
         skipped: an out-of-bounds access under oob_mode.skip left nothing to do.
         marked: the body has noted itself which elements it wrote.
+        meeting: where it met other cores, or None; `meeting.arrived` has the (rank, core) pairs.
     """
 
-    __slots__ = ("_bound", "core", "declaration", "engine", "marked", "reads", "skipped", "work", "writes")
+    __slots__ = ("_bound", "core", "declaration", "engine", "marked", "meeting", "reads", "skipped", "work", "writes")
 
     def __init__(self, core: Core, declaration: Instruction, unit: Engine, bound: list[Any]) -> None:
         self.core = core
@@ -90,6 +91,7 @@ class Call:
         self.work: dict[str, Any] = {}
         self.skipped = False
         self.marked = False
+        self.meeting: Any = None
 
     @property
     def arguments(self) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ class Signature:
 
 
 Combine = Callable[[int, Sequence[Sequence[torch.Tensor]]], Sequence[torch.Tensor | None]]
-"""(index in the rank list, each rank's sources as stored) -> what each destination becomes, as stored; None: as it is."""
+"""(index in the rank list, each rank's sources) -> new contents of each destination, or None; all as stored."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class World:
         destinations: list[NkiTensor],
         combine: Combine,
         check: Callable[[], None],
-    ) -> None:
+    ) -> Meeting:
         """Arrive at the next collective of `ranks` and return when it has taken effect.
 
         Args:
@@ -172,6 +172,7 @@ class World:
             meeting.done = True
             del self._open[ranks, number]
         self._waiting.pop((rank, program), None)
+        return meeting
 
     def _refuse_crossed_waits(self, meeting: Meeting, place: Participant) -> None:
         """Two ranks that each wait for the other in different meetings will never meet."""

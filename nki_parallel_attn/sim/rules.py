@@ -220,6 +220,12 @@ _TABLE = [
     ),
     Rule("loop-no-reorder", "dynamic loops stay outside no_reorder blocks", "nki/deep-dives/nki-dynamic-loops.rst"),
     # LNC cores and collectives.
+    Rule("core-barrier-cores", "cores is (0, 1)", ISA, "always"),
+    Rule("core-barrier-data", "the data of a barrier is in shared HBM", ISA),
+    Rule("sendrecv-rank", "send_to_rank and recv_from_rank are 0 or 1", ISA, "always"),
+    Rule(
+        "sendrecv-size", "gpsimd_dma moves at most 1024, 512 or 256 bytes per partition of 32-, 16- or 8-bit types", ISA
+    ),
     Rule("collective-list", "a collective has as many destinations as sources, at least one", NCC, "always"),
     Rule(
         "collective-shape", "shapes of sources and destinations fit the operation and the group's size", NCC, "always"
@@ -262,8 +268,8 @@ _TABLE = [
     Rule("all-gather-v", "all_gather_v needs LNC 2, rank lists of 4 and no has_rdispls", NCC),
     Rule(
         "all-to-all-v",
-        "all_to_all_v takes, on trn3, LNC 2 and consecutive ranks of several whole chips; before, same-indexed ranks of "
-        "different nodes and no has_rdispls",
+        "all_to_all_v takes, on trn3, LNC 2 and consecutive ranks of several whole chips; before, same-indexed "
+        "ranks of different nodes and no has_rdispls",
         NCC,
         "collectives",
     ),

@@ -107,7 +107,8 @@ class Scheduler:
             error: what it means when this wait never ends; DivergenceError where other ranks are waited for.
 
         Raises:
-            DeadlockError, DivergenceError: nobody can run any more; the message says what every unfinished task waits for, and where.
+            DeadlockError, DivergenceError: nobody can run any more; the message says what every unfinished task
+                waits for, and where.
         """
         task = self._current
         assert task is not None

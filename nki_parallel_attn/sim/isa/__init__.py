@@ -14,6 +14,7 @@ from ..enums import (
 from ..errors import NkiValidationError
 from ..instruction import NkiInstruction
 from ..registers import VirtualRegister
+from .cores import core_barrier, sendrecv
 from .dma import dma_copy
 from .gpsimd import affine_select, iota
 from .registers import register_alloc, register_load, register_move, register_store
@@ -36,6 +37,7 @@ __all__ = [
     "activation",
     "activation_reduce",
     "affine_select",
+    "core_barrier",
     "dge_mode",
     "dma_copy",
     "dma_engine",
@@ -56,6 +58,7 @@ __all__ = [
     "register_move",
     "register_store",
     "scalar_engine",
+    "sendrecv",
     "tensor_copy",
     "tensor_engine",
     "tensor_reduce",
