@@ -59,7 +59,7 @@ def run_ranks(
         Each rank's result, by rank. Tensors in it are detached, contiguous and on the CPU.
 
     Raises:
-        ArgumentError: world_size or timeout is not positive.
+        ArgumentError: world_size or timeout is not positive (and finite), or fn cannot be called.
         ArgumentTypeError: fn, or an argument, cannot be pickled.
         RankFailedError: ranks raised, died, or returned what cannot be pickled. It holds the traceback of each of them;
             the others get 2 s to end (0.5 s after a death), and then it says where they were. `exceptions` has the
@@ -68,8 +68,8 @@ def run_ranks(
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ArgumentError("world_size", repr(world_size), "an integer of 1 or more")
-    if not timeout > 0:
-        raise ArgumentError("timeout", repr(timeout), "a positive number of seconds")
+    if not 0 < timeout < float("inf"):
+        raise ArgumentError("timeout", repr(timeout), "a positive, finite number of seconds")
     if not callable(fn):
         raise ArgumentError("fn", repr(fn), "a callable")
     payload = dumps_call(fn, args, kwargs or {})
