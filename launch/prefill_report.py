@@ -199,7 +199,7 @@ class PrefillReport:
             "largest deviation",
             f"{found.deviation:.3g}",
             f"tolerance {found.tolerance:.3g}",
-            f"{found.deviation / found.tolerance:.3f}",
+            _ratio(found.deviation, found.tolerance),
         )
         for place, (ours, theirs) in enumerate(zip(found.ours, found.theirs, strict=True)):
             label = "next token" if place == 0 else f"{place + 1}. choice"
@@ -253,4 +253,8 @@ def _row(table: Table, *cells: str) -> None:
 
 
 def _bytes_against(count: int, reference: int) -> tuple[str, str, str]:
-    return human_bytes(count), human_bytes(reference), f"{count / reference:.3f}" if reference else "-"
+    return human_bytes(count), human_bytes(reference), _ratio(count, reference)
+
+
+def _ratio(value: float, reference: float) -> str:
+    return f"{value / reference:.3f}" if reference else "-"

@@ -1,0 +1,82 @@
+"""launch/kvp_prefill.py as users start it: a torchrun job, its output, its report and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "launch/kvp_prefill.py"
+
+
+def start(ranks: int, *arguments: str | Path, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+    """Run under torchrun with `ranks` ranks, or as a plain script with 0; never longer than 60 s."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *torchrun, script, *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60
+    )
+
+
+def messages(run: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in run.stderr.splitlines() if line.startswith("kvp_prefill: error")]
+
+
+def test_without_arguments(tmp_path: Path) -> None:
+    run = start(4, "--report", tmp_path / "report.json")
+    assert run.returncode == 0, run.stderr
+    for expected in ("reads 128 tokens", "kvp=4", "K and V", "all-gather of Q", "glassllm's own forward", "next token"):
+        assert run.stdout.count(expected) >= 1, run.stdout
+    assert run.stdout.count("PASS") == 1 and "\x1b" not in run.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["passed"] and report["plan"]["kvp"] == 4
+    assert report["kv_cache_bytes"]["per_rank"] * 4 == report["kv_cache_bytes"]["unsharded"]
+    comparison = report["comparison"]
+    assert 0 < comparison["deviation"] <= comparison["tolerance"] < 1e-3
+    assert comparison["positions"] == comparison["same_choice"] == 128
+    assert comparison["ours"][0]["token_id"] == comparison["theirs"][0]["token_id"]
+    for sent in report["sent_bytes"].values():
+        assert sent["least"] <= sent["sent"] <= 1.2 * sent["least"]
+
+
+def test_prefix_known_at_run_time() -> None:
+    run = start(4, "--apc")
+    assert run.returncode == 0, run.stderr
+    assert "8/8 layers" in run.stdout and "PASS" in run.stdout and "glassllm's own forward" in run.stdout
+
+
+def test_contiguous_with_sliding_window() -> None:
+    run = start(4, "--layout", "contiguous", "--sliding-window", "20")
+    assert run.returncode == 0, run.stderr
+    assert "Contiguous" in run.stdout and "the dense reference decoder" in run.stdout and "PASS" in run.stdout
+
+
+def test_one_rank_without_torchrun() -> None:
+    run = start(0)
+    assert run.returncode == 0, run.stderr
+    assert "PASS" in run.stdout and "torchrun --nproc-per-node 4 launch/kvp_prefill.py" in run.stdout
+
+
+def test_world_size_that_does_not_fit() -> None:
+    run = start(3)
+    assert run.returncode == 1
+    assert len(messages(run)) == 1 and "world_size: 1, 2, 4" in messages(run)[0]
+    assert 'kvp_prefill.py", line' not in run.stderr and "PASS" not in run.stdout
+
+
+@pytest.mark.parametrize("fault", ["weight", "bug", "killed"])
+def test_fault_on_one_rank(fault: str) -> None:
+    run = start(2, fault, script="tests/launch/faulty_prefill.py")
+    assert run.returncode == 1 and "PASS" not in run.stdout
+    if fault == "weight":
+        assert "FAIL: largest deviation" in run.stdout and not messages(run)
+    elif fault == "bug":
+        assert len(messages(run)) == 1 and run.stderr.count("ZeroDivisionError: a bug on rank 1") == 1
+    else:
+        assert "Signal 9" in run.stderr and len(messages(run)) <= 1
