@@ -53,6 +53,7 @@ def nc_matmul(
 
     Args:
         dst: PSUM, [stationary free size, moving free size]; float32, on trn3 also bfloat16 (rounded at each write).
+        is_transpose: with an identity as `moving`, transpose `stationary` bit for bit (from trn2 on).
         accumulate: None accumulates exactly where a location has been written before.
         tile_position, tile_size: part of the 128 x 128 array to use; both or none.
         perf_mode: double_row contracts [P, 2, F] float8 tiles over P and 2.
@@ -68,10 +69,12 @@ def nc_matmul(
     added = _accumulates(call, dst, accumulate)
     call.work["accumulate"] = added is not False
     if call.core.computes:
-        if is_transpose and call.core.target.at_least(nc_version.gen3):
+        right = _as_matrix(moving, doubled)
+        exact = is_transpose and call.core.target.at_least(nc_version.gen3)
+        if exact and right.shape[0] == right.shape[1] and torch.equal(right, torch.eye(columns)):
             _transpose_exact(dst, stationary)
         else:
-            _multiply(dst, _as_matrix(stationary, doubled), _as_matrix(moving, doubled), added)
+            _multiply(dst, _as_matrix(stationary, doubled), right, added)
     _mark_matmul(dst)
 
 
