@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..core import LoopScope, current_core, fail
+from ..indexing import DynamicSlice
 from ..registers import VirtualRegister
-from ..views import DynamicSlice
 
 Bound = int | VirtualRegister
 
