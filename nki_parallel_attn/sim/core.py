@@ -15,6 +15,7 @@ import torch
 
 from . import location
 from .enums import MemoryRegion
+from .errors import NkiValidationError
 from .rules import RULES
 from .targets import Target
 
@@ -81,13 +82,16 @@ class Rank:
     Attributes:
         index: rank in the world.
         lnc: physical cores of the rank.
-        state: room for other modules (collectives, race detection), keyed by module.
+        unwritten: errors of reads of shared HBM that nothing had written yet; raised at the end, because a write of the
+            other core that comes later makes it a race, which says more.
+        state: room for other modules, keyed by module.
     """
 
     index: int
     lnc: int
     hbm: Pool
     shared: list[Any] = field(default_factory=list)
+    unwritten: list[NkiValidationError] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -163,6 +167,11 @@ def run_as(core: Core, function: Callable[[], Any]) -> Any:
         _current.core = previous
 
 
+def error_of(rule: str, message: str) -> NkiValidationError:
+    """The error of `rule` at the kernel line that is being executed."""
+    return RULES[rule].error(message, rule=rule, location=location.show(location.caller()))
+
+
 def fail(rule: str, message: str) -> NoReturn:
     """Raise the error of `rule` at the kernel line that is being executed."""
-    raise RULES[rule].error(message, rule=rule, location=location.show(location.caller()))
+    raise error_of(rule, message)

@@ -22,9 +22,9 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, cast
 import torch
 
 from . import location
-from .core import Core, LoopScope, current_core, fail
+from .core import Core, LoopScope, current_core, error_of, fail
 from .dtypes import FLOAT32, DType
-from .enums import engine, oob_mode
+from .enums import MemoryRegion, engine, oob_mode
 from .indirect import index_of, resolve
 from .operand_checks import check_operand, check_together
 from .tensor import NkiTensor
@@ -145,11 +145,18 @@ class Call:
     def check_written(self, operand: str, tensor: NkiTensor) -> None:
         """Raise if an element of `tensor` is read before anything wrote it."""
         where = tensor.unwritten()
-        if where is not None:
-            self.fail(
-                "uninitialised-read",
-                f"{operand} reads element {list(where)} of {tensor.name} {list(tensor.shape)}, which was never written",
-            )
+        if where is None:
+            return
+        error = error_of(
+            "uninitialised-read",
+            f"{self.name}: {operand} reads element {list(where)} of {tensor.name} {list(tensor.shape)}, "
+            "which was never written",
+        )
+        core = self.core
+        if tensor.storage.region is MemoryRegion.shared_hbm and core.rank.lnc > 1 and core.checks.races:
+            core.rank.unwritten.append(error)
+        else:
+            raise error
 
 
 class Instruction:

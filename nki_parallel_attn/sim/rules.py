@@ -12,6 +12,7 @@ from .errors import (
     CapacityError,
     NkiValidationError,
     OutOfBoundsError,
+    RaceError,
     UninitializedReadError,
 )
 
@@ -220,6 +221,14 @@ _TABLE = [
     ),
     Rule("loop-no-reorder", "dynamic loops stay outside no_reorder blocks", "nki/deep-dives/nki-dynamic-loops.rst"),
     # LNC cores and collectives.
+    Rule(
+        "race",
+        "two cores, or a core and a collective, that touch the same bytes, one writing, are ordered by a barrier, an "
+        "exchange or a collective",
+        ISA,
+        "races",
+        RaceError,
+    ),
     Rule("core-barrier-cores", "cores is (0, 1)", ISA, "always"),
     Rule("core-barrier-data", "the data of a barrier is in shared HBM", ISA),
     Rule("sendrecv-rank", "send_to_rank and recv_from_rank are 0 or 1", ISA, "always"),

@@ -11,6 +11,7 @@ from .core import Checks, Core, Rank, fail, run_as
 from .enums import MemoryRegion
 from .kernel import Kernel
 from .memory import Pool
+from .races import RaceDetector
 from .rendezvous import InProcess, World
 from .scheduler import Scheduler, Task
 from .targets import Target, get_target
@@ -68,10 +69,11 @@ class Simulation:
         self.cores = []
         tasks: list[Task] = []
         arguments: list[Arguments] = []
+        observers = [*self.observers, RaceDetector()] if lnc > 1 and self.checks.races else self.observers
         world = World(len(calls), lnc, InProcess(range(len(calls))))
         for index, (args, kwargs) in enumerate(calls):
             rank = Rank(index, lnc, Pool("hbm-capacity", self.target.hbm_bytes, enforced=self.checks.capacity))
-            cores = [self._core(rank, program, world, scheduler) for program in range(lnc)]
+            cores = [self._core(rank, program, world, scheduler, observers) for program in range(lnc)]
             given = Arguments(cores[0])
             wrapped = given.wrap(list(args)), given.wrap(kwargs)
             arguments.append(given)
@@ -80,6 +82,9 @@ class Simulation:
                 name = f"rank {index} core {core.program_id}" if lnc > 1 else f"rank {index}"
                 tasks.append(Task(name, self._program(core, *wrapped)))
         results = scheduler.run(tasks)[::lnc]
+        for core in self.cores[::lnc]:
+            if core.rank.unwritten:
+                raise core.rank.unwritten[0]
         for core, result in zip(self.cores[::lnc], results, strict=True):
             if self.checks.outputs:
                 check_result(core.rank, result)
@@ -87,7 +92,7 @@ class Simulation:
             given.finish()
         return [given.unwrap(result) for given, result in zip(arguments, results, strict=True)]
 
-    def _core(self, rank: Rank, program: int, world: World, scheduler: Scheduler) -> Core:
+    def _core(self, rank: Rank, program: int, world: World, scheduler: Scheduler, observers: list[Observer]) -> Core:
         target, enforced = self.target, self.checks.capacity
         core = Core(
             rank=rank,
@@ -99,7 +104,7 @@ class Simulation:
             precise=self.precise,
             computes=self.compute,
             scheduler=scheduler,
-            observers=self.observers,
+            observers=observers,
             pools={
                 MemoryRegion.sbuf: Pool("sbuf-capacity", target.partition_bytes, enforced=enforced),
                 MemoryRegion.psum: Pool(

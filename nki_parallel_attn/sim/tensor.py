@@ -20,7 +20,7 @@ from .layout import dense_strides
 from .memory import Arena, Storage
 from .views import ViewOperations
 
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Flags = np.ndarray[Any, np.dtype[Any]]
 
 
 class NKIObject:
@@ -333,11 +333,11 @@ class GatheredTensor(NkiTensor):
 
     def flag_view(self, flags: Flags, grain: int) -> Flags:
         """A copy of the flags of the gathered elements."""
-        grid, index = self._flag_grid(flags, grain)
+        grid, index = self.flag_grid(flags, grain)
         found: Flags = grid[index]
         return found
 
-    def _flag_grid(self, flags: Flags, grain: int) -> tuple[Flags, Any]:
+    def flag_grid(self, flags: Flags, grain: int) -> tuple[Flags, Any]:
         grid, index = self._grid_index()
         if self.storage.arena is not None:
             return flags.reshape(-1, self.dtype.itemsize // grain), index.numpy()
@@ -348,7 +348,7 @@ class GatheredTensor(NkiTensor):
         if self.storage.full:
             return
         flags = self.storage.flags(self.dtype.itemsize)
-        grid, index = self._flag_grid(flags, self.storage.grain)
+        grid, index = self.flag_grid(flags, self.storage.grain)
         grid[index] = True
 
     @property

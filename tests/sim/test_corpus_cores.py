@@ -39,7 +39,7 @@ def test_races_are_found_whatever_the_schedule(pair):
         with pytest.raises(RaceError) as caught:
             run(pair.racy, inputs(pair), 2, "trn2", seed)
         assert caught.value.rule == "race"
-        assert str(caught.value).count("racy.py:") >= 2, "a race names both lines"
+        assert str(caught.value).count(".py:") == 2, "a race names both lines"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
