@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("nki_parallel_attn.sim.collectives")
-
 from nki_parallel_attn.sim.errors import RaceError
 
 from .corpus import broken_cores, clean_cores
