@@ -11,8 +11,9 @@ from .core import Checks, Core, Rank, fail, run_as
 from .enums import MemoryRegion
 from .kernel import Kernel
 from .memory import Pool
+from .process_transport import process_transport
 from .races import RaceDetector
-from .rendezvous import InProcess, World
+from .rendezvous import InProcess, Transport, World
 from .scheduler import Scheduler, Task
 from .targets import Target, get_target
 
@@ -58,20 +59,37 @@ class Simulation:
         the ranks' results.
         """
         if self.world_size is None:
-            return self._run([(args, kwargs)])[0]
+            return self._run_here(args, kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Sequence) or len(args[0]) != self.world_size:
             raise TypeError(f"with world_size={self.world_size}, pass one sequence with the arguments of each rank")
-        return self._run([((), entry) if isinstance(entry, dict) else (tuple(entry), {}) for entry in args[0]])
+        calls = [((), entry) if isinstance(entry, dict) else (tuple(entry), {}) for entry in args[0]]
+        return self._run(calls, InProcess(range(len(calls))), len(calls))
 
-    def _run(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One rank: this process's, where there is a process group."""
+        transport = process_transport()
+        if transport is None:
+            return self._run([(args, kwargs)], InProcess((0,)), 1)[0]
+        transport.begin()
+        try:
+            result = self._run([(args, kwargs)], transport, transport.size)[0]
+        except BaseException as error:
+            transport.end(error)
+            raise
+        transport.end(None)
+        return result
+
+    def _run(
+        self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]], transport: Transport, world_size: int
+    ) -> list[Any]:
         scheduler = Scheduler(self.seed)
         lnc = self.kernel.grid[0] if self.kernel.grid else 1
         self.cores = []
         tasks: list[Task] = []
         arguments: list[Arguments] = []
         observers = [*self.observers, RaceDetector()] if lnc > 1 and self.checks.races else self.observers
-        world = World(len(calls), lnc, InProcess(range(len(calls))))
-        for index, (args, kwargs) in enumerate(calls):
+        world = World(world_size, lnc, transport)
+        for index, (args, kwargs) in zip(transport.local_ranks, calls, strict=True):
             rank = Rank(index, lnc, Pool("hbm-capacity", self.target.hbm_bytes, enforced=self.checks.capacity))
             cores = [self._core(rank, program, world, scheduler, observers) for program in range(lnc)]
             given = Arguments(cores[0])
@@ -137,7 +155,9 @@ def simulate(
 
     Args:
         kernel: a @nki.jit function, `kernel[lnc]`, or a plain function.
-        world_size: number of ranks to run in this process; None runs one, called as the kernel is.
+        world_size: number of ranks to run in this process. None runs one, called as the kernel is: alone, or, where a
+            torch process group is initialised (torchrun), as this process's rank; then all ranks launch the same
+            kernels in the same order.
         lnc: cores per rank; the same as `kernel[lnc]`.
         target: "trn1", "trn2" or "trn3"; by default what NEURON_PLATFORM_TARGET_OVERRIDE says, else trn3.
         checks: True for all, False for none, or Checks.
