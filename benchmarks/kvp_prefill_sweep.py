@@ -53,7 +53,7 @@ def save(rows: list[dict[str, Any]]) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| ranks | S | one process, ms | KV-parallel, ms | median ratio | ratio of minima | MiB per rank | of yardstick |",
+        "| ranks | S | one process, ms | KV-parallel, ms | median ratio | ratio of minima | MiB per rank | of sum |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
