@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,15 @@ def start(ranks: int, *arguments: str | Path, script: str = SCRIPT) -> subproces
 
 def messages(run: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in run.stderr.splitlines() if line.startswith("kvp_prefill: error")]
+
+
+def free_port() -> int:
+    """A free port below the ephemeral ones: a client that tries one of those too early can connect to itself."""
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 def test_without_arguments(tmp_path: Path) -> None:
@@ -68,6 +79,25 @@ def test_world_size_that_does_not_fit() -> None:
     assert run.returncode == 1
     assert len(messages(run)) == 1 and "world_size: 1, 2, 4" in messages(run)[0]
     assert 'kvp_prefill.py", line' not in run.stderr and "PASS" not in run.stdout
+
+
+def test_two_agents_that_meet_by_rendezvous() -> None:
+    """Two torchrun agents, as on two hosts, each with one rank, over gloo."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--nproc-per-node", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, SCRIPT]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NKI_PARALLEL_ATTN_TRANSPORT": "gloo"}
+    agents = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=60) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sum(out.count("PASS") for out, _ in outputs) == 1 and any("(gloo)" in out for out, _ in outputs)
 
 
 @pytest.mark.parametrize("fault", ["weight", "bug", "killed"])
