@@ -28,7 +28,7 @@ from nki_parallel_attn.ops.validation import (
     check_tensor,
 )
 from nki_parallel_attn.sim.replica_group import ReplicaGroup
-from nki_parallel_attn.topology.block_tables import check_block_table
+from nki_parallel_attn.topology.block_tables import ABSENT, check_block_table
 from nki_parallel_attn.topology.kv_layout import RoundRobin
 
 MAX_HEAD_DIM = 128
@@ -362,10 +362,28 @@ class _Arguments:
     def _check_contiguous_offset(self, offset: int, index: int) -> None:
         """global_q_offset - kvp_q_offset is rank_id * local_kv_len."""
         before = self.global_q_offset - offset
-        formula = "-rank_id * local_kv_len + global_q_offset"
-        if before < 0 or (index == 0) != (before == 0) or (index and before % index):
+        if before < 0 or (index == 0) != (before == 0) or (index and before % (index * self.block_size)):
             raise ArgumentError(
-                "kvp_q_offset", offset, f"{formula}, with rank_id={index} and global_q_offset={self.global_q_offset}"
+                "kvp_q_offset",
+                offset,
+                f"-rank_id * local_kv_len + global_q_offset, with rank_id={index}, a local_kv_len > 0 in whole blocks "
+                f"and global_q_offset={self.global_q_offset}",
+            )
+        if not index:
+            return  # the offset does not tell local_kv_len here
+        local_blocks = before // index // self.block_size
+        visible = -(-(offset + self.q.shape[1]) // self.block_size)
+        if self.block_tables.shape[1] < min(visible, local_blocks):
+            raise ArgumentError(
+                "block_tables",
+                f"{self.block_tables.shape[1]} blocks",
+                f"at least {min(visible, local_blocks)}, what the queries see of local_kv_len={before // index}",
+                "write -1 for blocks that hold no token",
+            )
+        beyond = self.block_tables[0, local_blocks : max(visible, local_blocks)]
+        if bool((beyond != ABSENT).any()):
+            raise ArgumentError(
+                "block_tables", f"a block at or after entry {local_blocks}", f"-1 beyond local_kv_len={before // index}"
             )
 
     def _check_prior_tokens(self, expected: int, offset: int) -> None:

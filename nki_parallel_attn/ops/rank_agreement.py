@@ -73,9 +73,7 @@ def agree(
     try:
         posted = board.exchange(operation, ranks, ERROR + _describe(error) if error else OK + digest)
     except dist.DistError as lost:
-        raise PeerError(f"{operation}: the store that ranks meet in is gone, its rank has died: {lost}") from (
-            error or lost
-        )
+        raise PeerError(f"{operation}: the rank that holds the store has died: {lost}") from (error or lost)
     if error:
         raise error
     gone = {rank: text.removeprefix(GONE) for rank, text in posted.items() if text.startswith(GONE)}

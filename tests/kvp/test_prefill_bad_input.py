@@ -73,6 +73,12 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "offset missing": (CASE, {"kvp_q_offset": None}, "kvp_q_offset"),
     "offset of another rank": (CONTIGUOUS, {"kvp_q_offset": scalar(24)}, "kvp_q_offset"),
     "offset with the wrong sign": (CONTIGUOUS, {"kvp_q_offset": scalar(24 + 2 * 24)}, "kvp_q_offset"),
+    "contiguous table too short": (CONTIGUOUS, lambda a: {"block_tables": a["block_tables"][:, :1]}, "block_tables"),
+    "contiguous table too long": (
+        CONTIGUOUS,
+        lambda a: {"block_tables": a["block_tables"].repeat(1, 2)},
+        "block_tables",
+    ),
     "apc in contiguous mode": (CONTIGUOUS, {"apc_mode": True}, "apc_mode"),
     "apc without prior": (APC, {"valid_num_prior_tokens": None}, "valid_num_prior_tokens"),
     "apc with contradicting prior": (APC, {"valid_num_prior_tokens": scalar(24)}, "valid_num_prior_tokens"),
@@ -98,6 +104,8 @@ RIGHT_ON_SOME_RANK = {
     "wrong rank id",
     "offset of another rank",
     "offset with the wrong sign",
+    "contiguous table too short",
+    "contiguous table too long",
     "replica group without this rank",
 }
 

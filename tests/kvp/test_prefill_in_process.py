@@ -48,7 +48,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_random_cases(case):
     check(case)
