@@ -246,7 +246,7 @@ def measure(ranks: int, seq_len: int, rounds: int, contenders: Sequence[str]) ->
         timed: dict[str, Callable[[], float]] = {BASELINE: lambda: seconds_of(lambda: one_process(q, k, v))}
         timed |= {name: partial(pool.seconds, "run") for name, pool in pools.items()}
         seconds = time_rounds(timed, rounds)
-        stages = median_stages(pools[OURS], 5)
+        stages = median_stages(pools[OURS], min(rounds, 5))
     peaks = {name: max(measure_memory(CONTENDERS[name], ranks, seq_len)) for name in contenders}
     return Result(ranks, seq_len, deviation, seconds, peaks, stages)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # Elements of one float32 work buffer: of a merge (stays in a core's cache), and of the scores where no fused op exists.
-MERGE_CHUNK = 1 << 16
+MERGE_CHUNK = 1 << 17
 SCORE_CHUNK = 1 << 24
 
 
@@ -115,11 +115,13 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], merged: Tensor) -> Ten
     weights = (weights / total.masked_fill(total == 0, 1))[..., None]
     heads, rows, dim = merged.shape
     step = max(1, MERGE_CHUNK // (heads * dim))
+    buffers = torch.empty(2, heads, min(step, rows), dim, dtype=lse.dtype, device=lse.device)
     for start in range(0, rows, step):
         chunk = (slice(None), slice(start, start + step))
-        sums = outs[0][chunk].to(lse.dtype) * weights[0][chunk]
+        sums, part = buffers[:, :, : min(step, rows - start)]
+        torch.mul(sums.copy_(outs[0][chunk]), weights[0][chunk], out=sums)
         for out, weight in zip(outs[1:], weights[1:], strict=True):
-            sums.addcmul_(out[chunk].to(lse.dtype), weight[chunk])
+            sums.addcmul_(part.copy_(out[chunk]), weight[chunk])
         merged[chunk] = sums
     return lse
 
