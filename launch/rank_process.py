@@ -20,7 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from nki_parallel_attn.errors import NkiParallelAttnError, PeerError
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Also how long the other ranks wait while rank 0 computes the reference."""
 TOLD = "nki_parallel_attn/error_told"
 FAILURES = "nki_parallel_attn/failures"
 

@@ -2,7 +2,7 @@
 
 `Decoder` holds the weights (under Hugging Face's parameter names) and the order of the steps. How a layer's two blocks
 are computed is a `Blocks`: `Dense`, in this file, is the plain model on one process and the reference for everything
-else; `kv_parallel_prefill.KVParallelBlocks` deals the KV cache over ranks.
+else; `kv_parallel_prefill.KVParallelPrefill` deals the KV cache over ranks.
 """
 
 from __future__ import annotations

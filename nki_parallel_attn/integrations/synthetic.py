@@ -30,7 +30,6 @@ def _shape(
         rope=rope,
         sliding_window=(0,),
         rms_norm_eps=1e-5,
-        tied_embeddings=True,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
     )
@@ -49,7 +48,8 @@ def synthetic_decoder(name: str, seed: int = 0) -> Decoder:
     """One layer of the named shape in float32; the same seed gives the same weights everywhere.
 
     Weights are normal with variance 1/fan-in, so that scores have a standard deviation of about 1 and the softmax is
-    neither flat nor a single spike; norm weights are 1.
+    neither flat nor a single spike; norm weights are 1. Embeddings are small (standard deviation 0.02), so that the
+    logits speak of the attention rather than of the token itself.
 
     Raises:
         ArgumentError: an unknown name.
@@ -64,7 +64,7 @@ def synthetic_decoder(name: str, seed: int = 0) -> Decoder:
         if key.endswith("norm.weight"):
             weights[key] = torch.ones(parameter.shape)
         else:
-            fan_in = 1 if key == "embed_tokens.weight" else parameter.shape[-1]
-            weights[key] = torch.randn(parameter.shape, generator=generator) * fan_in**-0.5
+            deviation = 0.02 if key == "embed_tokens.weight" else parameter.shape[-1] ** -0.5
+            weights[key] = torch.randn(parameter.shape, generator=generator) * deviation
     decoder.load_state_dict(weights, assign=True)
     return decoder.requires_grad_(False)
