@@ -4,7 +4,8 @@
     python benchmarks/kvp_prefill.py --quick    # a short look at a short sequence
 
 bfloat16, causal, round-robin, block 128, head_dim 128, 8 query heads and 1 KV head in all, drawn from a fixed seed. The
-baseline is one process that calls scaled_dot_product_attention on 2 threads; ranks have 1 thread each. Contenders:
+baseline is one process that calls scaled_dot_product_attention on 2 threads; ranks have 1 thread each, a rank alone 2.
+Contenders:
 
     kv-parallel    attention_kv_parallel_segmented_cte, as a user calls it
     gather K/V     all-gather K and V, put them in order, attend to all of them with this rank's heads
@@ -43,6 +44,7 @@ DTYPE = torch.bfloat16
 SCALE = HEAD_DIM**-0.5
 # Two roundings to bfloat16, of a part and of the merge, of outputs that stay below 4.
 TOLERANCE = 4 * 2 * 2**-9
+THREADS = 2
 BASELINE, OURS = "one process", "kv-parallel"
 QUOTED_SEQ_LEN = 8192  # the bars are for this length
 TIME_BARS = {2: 1.20, 4: 1.40}
@@ -189,6 +191,10 @@ def _sequence_shard(t: Tensor) -> Tensor:
     return t.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].transpose(0, 1)[None].contiguous()
 
 
+def start_ranks(ranks: int, setup: Callable[[int], Actions], seq_len: int) -> Ranks:
+    return Ranks(ranks, setup, seq_len, threads=max(1, THREADS // ranks))
+
+
 def memory_yardstick(ranks: int, seq_len: int) -> int:
     """Bytes of a rank's output, the gathered Q, and the partial outputs that it sends and receives."""
     own = HEADS // ranks * seq_len * HEAD_DIM * DTYPE.itemsize
@@ -206,7 +212,7 @@ def check_output(ranks: Ranks, expected: Tensor, dim: int = 0) -> float:
 
 def measure_memory(setup: Callable[[int], Actions], ranks: int, seq_len: int) -> list[int]:
     """Each rank's peak, in fresh processes that have only run a short sequence."""
-    with Ranks(ranks, setup, seq_len) as fresh:
+    with start_ranks(ranks, setup, seq_len) as fresh:
         fresh.run("warm up")
         return fresh.run("memory")
 
@@ -241,7 +247,7 @@ def measure(ranks: int, seq_len: int, rounds: int, contenders: Sequence[str]) ->
     q, k, v = global_inputs(seq_len)
     expected = one_process(q, k, v)
     with ExitStack() as stack:
-        pools = {name: stack.enter_context(Ranks(ranks, CONTENDERS[name], seq_len)) for name in contenders}
+        pools = {name: stack.enter_context(start_ranks(ranks, CONTENDERS[name], seq_len)) for name in contenders}
         deviation = max(check_output(pool, expected) for pool in pools.values())
         timed: dict[str, Callable[[], float]] = {BASELINE: lambda: seconds_of(lambda: one_process(q, k, v))}
         timed |= {name: partial(pool.seconds, "run") for name, pool in pools.items()}
@@ -284,7 +290,7 @@ def compare_ring_packages(ranks: int, seq_len: int, rounds: int) -> None:
         if importlib.util.find_spec(package) is None:
             print(f"{package:24}not installed")
             continue
-        with Ranks(ranks, setup, seq_len) as ring:
+        with start_ranks(ranks, setup, seq_len) as ring:
             check_output(ring, expected, dim=1)
             seconds = time_rounds(
                 {
@@ -318,7 +324,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.seq_len, options.rounds = 2048, 5
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     print(machine())
     for ranks in options.ranks:
         report(measure(ranks, options.seq_len, options.rounds, list(CONTENDERS)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvp_prefill import BASELINE, OURS, machine, measure, memory_yardstick
+from kvp_prefill import BASELINE, OURS, THREADS, machine, measure, memory_yardstick
 
 RESULTS = Path(__file__).parent.parent / "docs" / "kvp_prefill.json"
 PLOT = RESULTS.with_suffix(".svg")
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--draw", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     for seq_len in options.seq_len:
         for ranks in options.ranks:
             rows = [*load(), measure_row(ranks, seq_len, options.rounds)]
