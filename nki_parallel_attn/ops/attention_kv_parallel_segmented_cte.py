@@ -117,7 +117,7 @@ def attention_kv_parallel_segmented_cte(
         RankMismatchError: arguments that must be equal on all ranks are not.
         UnsupportedFeatureError, BackendUnavailableError: the backend cannot do this, or is not installed.
 
-    Source: API reference page attention_kv_parallel_segmented_cte; what it leaves open is in docs.
+    Source: API reference page attention_kv_parallel_segmented_cte; what it leaves open is in docs/kv_parallel_prefill.md.
     """
     call = _Arguments(
         q=q,

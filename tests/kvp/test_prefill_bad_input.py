@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nki_parallel_attn import ReplicaGroup, attention_kv_parallel_segmented_cte
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError, PeerError, RankMismatchError
+from nki_parallel_attn.ops import rank_agreement
 from tests.kvp.case import Case
 
 RANKS = 4
@@ -195,6 +196,25 @@ def test_a_slow_rank_is_waited_for(rank):
         time.sleep(2)
     error = call(case, rank, {"scale": float("inf")} if rank == 0 else None)
     assert isinstance(error, ArgumentError if rank == 0 else PeerError)
+
+
+@pytest.mark.multirank(world_size=2)
+def test_a_rank_that_does_not_come(rank):
+    """The others raise after the timeout; the rank that comes too late raises at once; then both go on."""
+    case = Case(ranks=2, rows=64, block_size=8)
+    board = rank_agreement._board()
+    board.timeout = 2
+    try:
+        if rank == 1:
+            time.sleep(4)
+        start = time.monotonic()
+        error = call(case, rank)
+        assert isinstance(error, PeerError), error
+        assert ("[1] did not arrive within 2 s" if rank == 0 else "[0] have given up") in str(error)
+        assert time.monotonic() - start < (4 if rank == 0 else 1)
+    finally:
+        board.timeout = 60
+    assert call(case, rank) is None
 
 
 @pytest.mark.multirank(world_size=2)
