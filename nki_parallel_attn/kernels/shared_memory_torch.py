@@ -3,6 +3,7 @@
 All ranks map one anonymous file (memfd), so that nothing is left behind however a rank ends, and the size of /dev/shm
 does not matter. A round hands out memory from the start of the file in the order of the calls: the ranks make the same
 calls, so they agree on every offset without talking. Each byte is written once, by its owner, and read where it lies.
+The file keeps the size of the largest round for as long as the process group lives.
 
 Ranks wait for each other on POSIX semaphores in the same file, one per pair of ranks. They block in the kernel (ranks
 may outnumber cores), and POSIX makes sem_post and sem_wait memory barriers on every architecture: what a rank wrote
@@ -138,10 +139,12 @@ class _Arena:
 
     @classmethod
     def attach(cls, size: int, path: str, nonce: str) -> _Arena:
-        arena = cls(size, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        if arena._header[:16].hex() != nonce:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # Looked at before it is touched: it could be anyone's.
+        if os.pread(file, 16, 0).hex() != nonce:
+            os.close(file)
             raise OSError(f"{path} is not the file that rank 0 made")
-        return arena
+        return cls(size, file)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A view of the data; offset in bytes, a multiple of 64, within what `reserve` has reserved."""

@@ -229,7 +229,7 @@ def test_an_exchange_goes_with_its_group():
     run_ranks(body, 2)
 
 
-def test_transports_are_chosen_by_all_ranks_together(monkeypatch):
+def test_transports_are_chosen_by_all_ranks_together():
     def body() -> None:
         rank = dist.get_rank()
         assert exchange_for(dist.new_group()).transport == "shm"
@@ -255,6 +255,14 @@ def test_transports_are_chosen_by_all_ranks_together(monkeypatch):
         del os.environ[TRANSPORT_VARIABLE]
 
     run_ranks(body, 3)
+
+
+def test_a_file_that_is_not_rank_0s_is_left_alone(tmp_path):
+    stranger = tmp_path / "file"
+    stranger.write_bytes(b"someone's data, longer than a nonce")
+    with pytest.raises(OSError, match="is not the file that rank 0 made"):
+        shared_memory_torch._Arena.attach(2, str(stranger), "00" * 16)
+    assert stranger.read_bytes() == b"someone's data, longer than a nonce"
 
 
 def test_without_a_process_group_one_rank_is_alone():
