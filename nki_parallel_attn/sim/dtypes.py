@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .core import fail
+
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -136,7 +138,7 @@ def _encode_bool(values: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
-    raise TypeError("packed x4 elements have no single value")
+    fail("operand-dtype", "packed x4 elements have no value; moves, quantize_mx and nc_matmul_mx take them")
 
 
 _NAN = float("nan")

@@ -142,6 +142,11 @@ class Call:
                 return
         dst.put(function(*args, **kwargs))
 
+    def mark_written_where(self, dst: NkiTensor, chosen: torch.Tensor) -> None:
+        """Note that the instruction writes only the elements of dst where `chosen`, bool in dst's shape."""
+        dst.mark_written_where(chosen)
+        self.marked = True
+
     def check_written(self, operand: str, tensor: NkiTensor) -> None:
         """Raise if an element of `tensor` is read before anything wrote it."""
         where = tensor.unwritten()

@@ -102,3 +102,16 @@ def require_float32(call: Call, operand: str, value: Any) -> None:
     """Demand that a per-partition operand, when it is a tensor, is float32."""
     if hasattr(value, "storage") and value.dtype != float32 and call.core.checking:
         call.fail("operand-dtype", f"{operand} is {value.dtype}, expected float32")
+
+
+def require_same_partitions(call: Call, **tensors: NkiTensor | None) -> None:
+    """Demand that operands whose elements per partition may differ have the same partitions."""
+    sizes = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor is not None}
+    if len(set(sizes.values())) > 1:
+        call.fail("same-partitions", ", ".join(f"{name} has {size} partitions" for name, size in sizes.items()))
+
+
+def require_number(call: Call, operand: str, value: Any) -> None:
+    """Demand that an operand that is no tensor is a number."""
+    if not hasattr(value, "storage") and not isinstance(value, (int, float)):
+        call.fail("scalar-operand", f"{operand} is {value!r}, expected a number or a tensor")

@@ -112,20 +112,26 @@ def _abs_pick(larger: bool) -> Callable[..., torch.Tensor]:
     return _plain(pick)
 
 
+def _shift(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Shifts of int64 bit patterns of at most 32 bits; by 64 and more they would be undefined."""
+    return lambda a, b: function(a, torch.as_tensor(b).clamp(max=63))
+
+
 def _sum(values: torch.Tensor) -> torch.Tensor:
     return values.sum(-1)
 
 
-def _fold(function: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Reduce the last dimension from left to right."""
+def _tree(function: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Reduce the last dimension with an associative function, neighbours first."""
 
-    def fold(values: torch.Tensor) -> torch.Tensor:
-        total = values[..., 0]
-        for i in range(1, values.shape[-1]):
-            total = function(total, values[..., i])
-        return total
+    def tree(values: torch.Tensor) -> torch.Tensor:
+        while (n := values.shape[-1]) > 1:
+            even = n // 2 * 2
+            paired = function(values[..., 0:even:2], values[..., 1:even:2])
+            values = torch.cat((paired, values[..., even:]), -1) if n % 2 else paired
+        return values[..., 0]
 
-    return fold
+    return tree
 
 
 def _erf_dx(x: torch.Tensor) -> torch.Tensor:
@@ -154,12 +160,12 @@ def _scalar_engine_sin(x: torch.Tensor) -> torch.Tensor:
 
 # Binary arithmetic.
 add = Operator("add", torch.add, reduce=_sum)
-subtract = Operator("subtract", torch.sub, reduce=_fold(torch.sub))
+subtract = Operator("subtract", torch.sub, reduce=lambda v: v[..., 0] - v[..., 1:].sum(-1))
 multiply = Operator("multiply", torch.mul, reduce=lambda v: v.prod(-1), identity=1.0)
 maximum = Operator("maximum", _tensors(torch.maximum), reduce=lambda v: v.amax(-1), identity=-math.inf)
 minimum = Operator("minimum", _tensors(torch.minimum), reduce=lambda v: v.amin(-1), identity=math.inf)
-abs_max = Operator("abs_max", _abs_pick(True), reduce=_fold(_abs_pick(True)))
-abs_min = Operator("abs_min", _abs_pick(False), reduce=_fold(_abs_pick(False)), identity=math.inf)
+abs_max = Operator("abs_max", _abs_pick(True), reduce=_tree(_abs_pick(True)))
+abs_min = Operator("abs_min", _abs_pick(False), reduce=_tree(_abs_pick(False)), identity=math.inf)
 power = Operator("power", _either(torch.pow))
 equal = Operator("equal", _compare(_either(torch.eq)))
 not_equal = Operator("not_equal", _compare(_either(torch.ne)))
@@ -174,11 +180,11 @@ logical_or = Operator("logical_or", _logical(torch.logical_or), reduce=lambda v:
 logical_xor = Operator("logical_xor", _logical(torch.logical_xor), reduce=lambda v: ((v != 0).sum(-1) % 2).float())
 
 # Bitvec: on bit patterns held in int64, of `width` bits.
-bitwise_and = Operator("bitwise_and", torch.bitwise_and, kind="bitvec", reduce=_fold(torch.bitwise_and), identity=-1)
-bitwise_or = Operator("bitwise_or", torch.bitwise_or, kind="bitvec", reduce=_fold(torch.bitwise_or))
-bitwise_xor = Operator("bitwise_xor", torch.bitwise_xor, kind="bitvec", reduce=_fold(torch.bitwise_xor))
-left_shift = Operator("left_shift", torch.bitwise_left_shift, kind="bitvec")
-right_shift = Operator("right_shift", torch.bitwise_right_shift, kind="bitvec")
+bitwise_and = Operator("bitwise_and", torch.bitwise_and, kind="bitvec", reduce=_tree(torch.bitwise_and), identity=-1)
+bitwise_or = Operator("bitwise_or", torch.bitwise_or, kind="bitvec", reduce=_tree(torch.bitwise_or))
+bitwise_xor = Operator("bitwise_xor", torch.bitwise_xor, kind="bitvec", reduce=_tree(torch.bitwise_xor))
+left_shift = Operator("left_shift", _shift(torch.bitwise_left_shift), kind="bitvec")
+right_shift = Operator("right_shift", _shift(torch.bitwise_right_shift), kind="bitvec")
 invert = Operator("invert", torch.bitwise_not, inputs=1, kind="bitvec")
 
 # Unary arithmetic, which activations have too.
@@ -213,7 +219,7 @@ sin = _activation("sin", _plain(_scalar_engine_sin), (-PI, PI))
 arctan = _activation("arctan", torch.arctan, (-PI / 2, PI / 2))
 sqrt = _activation("sqrt", torch.sqrt, (2.0**-116, 2.0**118))
 sign = _activation("sign", torch.sign)
-prelu = _activation("prelu", _plain(lambda x: x))
+prelu = _activation("prelu", _plain(lambda x, slope=0.0: torch.where(x >= 0, x, x * slope)))
 
 # Functions of nki.language that no single instruction computes.
 divide = Operator("divide", _either(torch.div), kind="language")

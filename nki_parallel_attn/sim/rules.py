@@ -91,6 +91,49 @@ _TABLE = [
         ISA,
         "always",
     ),
+    Rule(
+        "bn-stats-size",
+        "bn_stats reads at most 512 elements per partition and writes 6, bn_aggr reads a multiple of 3 and writes 2",
+        ISA,
+        "always",
+    ),
+    Rule(
+        "max8-size",
+        "8 to 16384 elements per partition are searched, in at most 3 dimensions; values and results are 8 each",
+        ISA,
+        "always",
+    ),
+    Rule("shuffle-mask", "the mask has 32 entries, each a partition of the source's quadrant or 255", ISA, "always"),
+    Rule(
+        "shuffle-start-partition",
+        "source and destination start at 0 when 96 or 128 partitions are active, at 0 or 64 when 64 are, "
+        "and at 0, 32, 64 or 96 when 32 are",
+        ISA,
+    ),
+    Rule(
+        "gather-size",
+        "local_gather takes a multiple of 16 partitions, reads 1, 2, 4, 8, 16 or 32 elements per index, "
+        "and has at most 4096 indices per GpSimd core",
+        ISA,
+        "always",
+    ),
+    Rule("range-select-false-value", "on_false_value is the smallest float32, -3.4028235e+38", ISA),
+    Rule("range-select-index", "range_start plus the index stays within 2**24, where float32 counts exactly", ISA),
+    Rule(
+        "topk-size",
+        "8 <= n < 65536, 1 <= K < 32768, K <= n, src has ceil(n / 16) columns and a multiple of 16 partitions",
+        ISA,
+        "always",
+    ),
+    Rule("nonzero-size", "the destination has one more element per partition than the source", ISA, "always"),
+    Rule("sequence-bounds-shape", "segment_ids is [1, n] and dst [1, 2, n]", ISA, "always"),
+    Rule(
+        "rng-state-size",
+        "a random state has 6 words per partition on GpSimd and 24 on Vector, a seed is one",
+        ISA,
+        "always",
+    ),
+    Rule("random-range", "min is less than max", ISA),
     # Which engine may do what.
     Rule(
         "memory-access",
@@ -181,6 +224,11 @@ _TABLE = [
         "an indirect view is not indirected again, and its indirect dimension not sliced",
         LANGUAGE,
         "always",
+    ),
+    Rule(
+        "tensor-indirection-partition",
+        "with manual addresses, index and operand of tensor indirection start at the partitions that the page states",
+        ISA,
     ),
     Rule(
         "precise-view",

@@ -254,6 +254,13 @@ class NkiTensor(ViewOperations):
         flags = storage.flags(self.dtype.itemsize)
         self.flag_view(flags, storage.grain)[...] = True
 
+    def mark_written_where(self, chosen: torch.Tensor) -> None:
+        """Note that the elements where `chosen`, bool in this view's shape, have been written."""
+        storage = self.storage
+        if not storage.full:
+            flags = storage.flags(self.dtype.itemsize)
+            self.flag_view(flags, storage.grain)[chosen.numpy()] = True
+
 
 _UNSIGNED = (torch.uint16, torch.uint32)
 
@@ -350,6 +357,13 @@ class GatheredTensor(NkiTensor):
         flags = self.storage.flags(self.dtype.itemsize)
         grid, index = self.flag_grid(flags, self.storage.grain)
         grid[index] = True
+
+    def mark_written_where(self, chosen: torch.Tensor) -> None:
+        """Note that the chosen ones of the scattered elements have been written."""
+        if not self.storage.full:
+            flags = self.storage.flags(self.dtype.itemsize)
+            grid, index = self.flag_grid(flags, self.storage.grain)
+            grid[index[chosen.numpy().reshape(-1)]] = True
 
     @property
     def covers_storage(self) -> bool:

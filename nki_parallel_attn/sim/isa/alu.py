@@ -31,6 +31,26 @@ def alu_operator(call: Call, value: Any, *, inputs: int | None = 2) -> Operator:
     return operator
 
 
+def arithmetic_operator(call: Call, value: Any, *, inputs: int | None = 2) -> Operator:
+    """The operator of an instruction that takes no bitvec operators."""
+    operator = alu_operator(call, value, inputs=inputs)
+    if operator.is_bitvec:
+        call.fail("operator", f"{operator!r} is not an arithmetic operator")
+    return operator
+
+
+def check_scalar_operand(call: Call, operator: Operator, operand: Any, name: str) -> None:
+    """Demand a number or a tensor for a binary operator, nothing (None or 0) for a unary one."""
+    if operator.inputs == 1:
+        if operand is not None and (isinstance(operand, NkiTensor) or operand != 0):
+            call.fail("scalar-operand", f"{operator!r} is unary, {name} must be None or 0")
+    elif not isinstance(operand, NkiTensor):
+        if not isinstance(operand, (int, float)):
+            call.fail("scalar-operand", f"{name} is {operand!r}, expected a number or a tensor")
+        if operator.is_bitvec and not isinstance(operand, int):
+            call.fail("scalar-operand", f"{name} is {operand!r}, {operator!r} takes an integer")
+
+
 def check_bitvec(call: Call, operator: Operator, **tensors: Any) -> None:
     """Demand integer tensors for a bitvec operator."""
     if not operator.is_bitvec or not call.core.checking:
@@ -38,6 +58,13 @@ def check_bitvec(call: Call, operator: Operator, **tensors: Any) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, NkiTensor) and not tensor.dtype.is_integer:
             call.fail("bitvec-integer", f"{operator!r} with {name} of dtype {tensor.dtype}")
+
+
+def apply_operator(operator: Operator, values: torch.Tensor, operand: Any, reverse: bool) -> torch.Tensor:
+    """operator(values, operand), the operand on the left when reversed and left out when the operator is unary."""
+    if operator.inputs == 1:
+        return operator.compute(values)
+    return operator.compute(operand, values) if reverse else operator.compute(values, operand)
 
 
 def unsigned(tensor: NkiTensor) -> torch.Tensor:
@@ -59,6 +86,24 @@ def put_bits(dst: NkiTensor, values: torch.Tensor) -> None:
 def exact(tensor: NkiTensor) -> torch.Tensor:
     """Values of an integer tensor as int64."""
     return tensor.raw.to(torch.int64)
+
+
+def flat(tensor: NkiTensor) -> torch.Tensor:
+    """Elements as float32, [partitions, elements per partition]."""
+    values = tensor.f32()
+    return values if values.ndim == 2 else values.reshape(values.shape[0], -1)
+
+
+def flat_bits(tensor: NkiTensor) -> torch.Tensor:
+    """Elements as integers of the same size, [partitions, elements per partition]."""
+    return tensor.bits().reshape(tensor.shape[0], -1)
+
+
+def constant(dst: NkiTensor, value: float) -> torch.Tensor:
+    """A number as dst stores it, 0-dimensional; integers exactly when dst holds integers."""
+    if dst.dtype.kind == "integer" and isinstance(value, int):
+        return torch.tensor(value).to(dst.format.torch)
+    return dst.format.encode(torch.tensor(as_float32(float(value))))
 
 
 def column(value: Any, shape: tuple[int, ...], *, bits: bool = False) -> Any:

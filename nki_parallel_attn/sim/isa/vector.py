@@ -1,6 +1,6 @@
 """Element-wise and reducing instructions of the Vector Engine, some of which other engines run too.
 
-Source: nki/api/nki/isa/__init__.py, tensor_copy, memset, tensor_tensor, tensor_scalar, tensor_reduce.
+Source: nki/api/nki/isa/__init__.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ from ..enums import MemoryRegion, nc_version
 from ..enums import engine as Engine
 from ..instruction import Call, instruction
 from ..operand_checks import require_float32
-from ..ops import Operator, add, as_operator, multiply, power, rsqrt
-from ..tensor import NkiTensor
-from .alu import EXACT_INTEGERS, alu_operator, check_bitvec, column, exact, put_bits, unsigned
+from ..ops import Operator, abs_max, abs_min, add, as_operator, multiply, power, rsqrt
+from ..tensor import GatheredTensor, NkiTensor
+from .alu import (
+    EXACT_INTEGERS,
+    alu_operator,
+    apply_operator,
+    arithmetic_operator,
+    check_bitvec,
+    check_scalar_operand,
+    column,
+    exact,
+    put_bits,
+    unsigned,
+)
 from .dma import copy
 
 _PSUM = MemoryRegion.psum
@@ -43,6 +54,8 @@ def tensor_copy(
     """dst = src within SBUF and PSUM; bit for bit between equal dtypes, else through float32."""
     if call.engine is Engine.scalar:
         call.require_target(nc_version.gen3, "tensor_copy on the Scalar Engine")
+    elif call.engine is Engine.gpsimd and (isinstance(src, GatheredTensor) or isinstance(dst, GatheredTensor)):
+        call.require(False, "engine-choice", "tensor indirection runs on the Vector or the Scalar Engine")
     if dst.dtype != src.dtype and "packed" in (dst.dtype.kind, src.dtype.kind):
         call.fail("matching-dtype", f"src is {src.dtype}, dst {dst.dtype}; packed dtypes are not cast")
     if call.core.computes:
@@ -161,11 +174,11 @@ def tensor_scalar(
     """
     first = alu_operator(call, op0, inputs=None)
     second = None if op1 is None else alu_operator(call, op1, inputs=None)
-    _check_scalar_operand(call, first, operand0, "operand0")
+    check_scalar_operand(call, first, operand0, "operand0")
     if second is None:
         call.require(operand1 is None, "scalar-operand", "operand1 without op1")
     else:
-        _check_scalar_operand(call, second, operand1, "operand1")
+        check_scalar_operand(call, second, operand1, "operand1")
         if second.is_bitvec != first.is_bitvec:
             call.fail("operator-kind", f"{first!r} and {second!r} are not both bitvec or both arithmetic")
     if call.core.checking:
@@ -182,19 +195,8 @@ def tensor_scalar(
     if second is None:
         _emit(call, first, dst, values, column(operand0, data.shape), reverse0)
     else:
-        middle = _apply(first, values, column(operand0, data.shape), reverse0)
+        middle = apply_operator(first, values, column(operand0, data.shape), reverse0)
         _emit(call, second, dst, middle, column(operand1, data.shape), reverse1)
-
-
-def _check_scalar_operand(call: Call, operator: Operator, operand: Any, name: str) -> None:
-    if operator.inputs == 1:
-        if operand is not None and (isinstance(operand, NkiTensor) or operand != 0):
-            call.fail("scalar-operand", f"{operator!r} is unary, {name} must be None or 0")
-    elif not isinstance(operand, NkiTensor):
-        if not isinstance(operand, (int, float)):
-            call.fail("scalar-operand", f"{name} is {operand!r}, expected a number or a tensor")
-        if operator.is_bitvec and not isinstance(operand, int):
-            call.fail("scalar-operand", f"{name} is {operand!r}, {operator!r} takes an integer")
 
 
 def _check_tensor_scalar(
@@ -216,17 +218,11 @@ def _check_tensor_scalar(
         call.require(rsqrt in (first, second), "engine-choice", "tensor_scalar runs on GpSimd only for nl.rsqrt")
 
 
-def _apply(operator: Operator, values: torch.Tensor, operand: Any, reverse: bool) -> torch.Tensor:
-    if operator.inputs == 1:
-        return operator.compute(values)
-    return operator.compute(operand, values) if reverse else operator.compute(values, operand)
-
-
 def _emit(call: Call, operator: Operator, dst: NkiTensor, values: torch.Tensor, operand: Any, reverse: bool) -> None:
     if operator.inputs == 1:
         call.emit(operator.compute, dst, values)
     elif reverse:
-        dst.put(_apply(operator, values, operand, True))
+        dst.put(apply_operator(operator, values, operand, True))
     else:
         call.emit(operator.compute, dst, values, operand)
 
@@ -238,6 +234,50 @@ def _apply_bits(operator: Operator, values: torch.Tensor, operand: Any, reverse:
     operand = operand & mask if isinstance(operand, int) else operand
     operand = torch.as_tensor(operand, dtype=torch.int64)
     return (operator.compute(operand, values) if reverse else operator.compute(values, operand)) & mask
+
+
+@instruction(
+    engine=Engine.vector,
+    reads=("data", "operand0", "operand1"),
+    writes=("dst",),
+    elementwise=("data", "operand1", "dst"),
+    vectors=("operand0",),
+    not_both_psum=("data", "operand1"),
+)
+def scalar_tensor_tensor(
+    call: Call,
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: float | NkiTensor | None,
+    op1: Any,
+    operand1: NkiTensor,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> None:
+    """dst = (data op0 operand0) op1 operand1 in float32, operand0 a constant or [P, 1] and operand1 like data.
+
+    Both operators are arithmetic. `reverse0`, `reverse1` put the operand on the left.
+    """
+    first, second = arithmetic_operator(call, op0, inputs=None), arithmetic_operator(call, op1)
+    check_scalar_operand(call, first, operand0, "operand0")
+    if not isinstance(operand1, NkiTensor):
+        call.fail("scalar-operand", f"operand1 is {operand1!r}, expected a tensor")
+    if not call.core.computes:
+        return
+    middle = apply_operator(first, data.f32(), column(operand0, data.shape), reverse0)
+    right = operand1.f32()
+    if right.shape != middle.shape:
+        right = right.reshape(middle.shape)
+    call.emit(second.compute, dst, *((right, middle) if reverse1 else (middle, right)))
+
+
+@instruction(engine=Engine.vector, reads=("data",), writes=("dst",), elementwise=("data", "dst"))
+def reciprocal(call: Call, dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+    """dst = 1 / data in float32."""
+    if call.core.computes:
+        call.emit(torch.reciprocal, dst, data.f32())
 
 
 @instruction(engine=Engine.vector, reads=("data",), writes=("dst",), indirect=("dst", "data"))
@@ -256,7 +296,7 @@ def tensor_reduce(
     Bitvec operators reduce integer bit patterns.
     """
     operator = as_operator(op)
-    if operator.reduce is None or operator.kind not in ("arithmetic", "bitvec"):
+    if operator.reduce is None or operator.kind not in ("arithmetic", "bitvec") or operator in (abs_max, abs_min):
         call.fail("operator", f"{operator!r} cannot reduce")
     check_bitvec(call, operator, dst=dst, data=data)
     axes = reduce_axes(call, data, axis)
