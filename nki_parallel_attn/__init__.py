@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nki_parallel_attn.ops.attention_const_max import attention_const_max, softmax_max_from_qk_norm
     from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
     from nki_parallel_attn.plan import ShardingPlan
     from nki_parallel_attn.sim.replica_group import ReplicaGroup
@@ -33,12 +34,15 @@ __all__ = [
     "ReplicaGroup",
     "RoundRobin",
     "ShardingPlan",
+    "attention_const_max",
     "attention_kv_parallel_segmented_cte",
+    "softmax_max_from_qk_norm",
 ]
 
 # Names are imported when they are first used: the simulator and the pytest plugin live in this package too, and whoever
 # imports only those should not wait for the rest.
 _HOMES = {
+    "ops.attention_const_max": ("attention_const_max", "softmax_max_from_qk_norm"),
     "ops.attention_kv_parallel_segmented_cte": ("attention_kv_parallel_segmented_cte",),
     "plan": ("ShardingPlan",),
     "sim.replica_group": ("ReplicaGroup",),

@@ -34,6 +34,7 @@ __all__ = [
     "RankMismatchError",
     "RankTimeoutError",
     "ReplicaGroupError",
+    "SoftmaxRangeError",
     "UninitializedReadError",
     "UnsupportedFeatureError",
     "UnsupportedInstructionError",
@@ -54,6 +55,10 @@ class ArgumentError(NkiParallelAttnError, ValueError):
 
 class ArgumentTypeError(ArgumentError, TypeError):
     """One argument has the wrong type or dtype."""
+
+
+class SoftmaxRangeError(ArgumentError, ArithmeticError):
+    """A constant softmax maximum with which the exponentials of a row overflow or vanish."""
 
 
 class PlanError(NkiParallelAttnError, ValueError):

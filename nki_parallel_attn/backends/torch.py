@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nki_parallel_attn.backends.process_groups import process_group_for
+from nki_parallel_attn.kernels.attention_const_max_torch import attention_const_max as const_max
 from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import (
     PrefillCall,
 )
@@ -14,6 +15,7 @@ from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import 
 )
 from nki_parallel_attn.kernels.collectives_torch import exchange_for
 from nki_parallel_attn.kernels.paged_kv_torch import contiguous_slots, round_robin_slots
+from nki_parallel_attn.topology.types import AttentionLayout
 
 
 def attention_kv_parallel_segmented_cte(
@@ -54,3 +56,22 @@ def attention_kv_parallel_segmented_cte(
         v_scale=v_scale,
     )
     return prefill(q, k_cache, v_cache, call)
+
+
+def attention_const_max(
+    q_hbm: Tensor,
+    k_hbm: Tensor,
+    v_hbm: Tensor,
+    softmax_max: float | Tensor,
+    softmax_scale: float,
+    q_layout: AttentionLayout,
+    k_layout: AttentionLayout,
+    **_: object,
+) -> Tensor:
+    """Checked arguments, the scale resolved."""
+    q, k = (
+        t if layout is AttentionLayout.SEQ_MAJOR else t.transpose(1, 2).contiguous()
+        for t, layout in ((q_hbm, q_layout), (k_hbm, k_layout))
+    )
+    top = softmax_max[0, 0] if isinstance(softmax_max, Tensor) else softmax_max
+    return const_max(q, k, v_hbm, top, softmax_scale)

@@ -1,0 +1,35 @@
+"""How kernels cut their work: between the cores of a rank, and keys into tiles that load in long runs."""
+
+from __future__ import annotations
+
+PARTITIONS = 128
+
+
+def share_of_core(heads: int, rows: int, core: int, cores: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads and query rows of one core, (first, stop) each.
+
+    Some of the heads when they divide, else some of every head's rows, dealt in whole tiles of 128. Together the cores
+    have every (head, row) once; a core may have none.
+    """
+    if heads % cores == 0:
+        count = heads // cores
+        return (core * count, (core + 1) * count), (0, rows)
+    tiles = -(-rows // (PARTITIONS * cores)) * PARTITIONS
+    return (0, heads), (min(core * tiles, rows), min((core + 1) * tiles, rows))
+
+
+def key_loads(start: int, count: int, tiles: int) -> list[tuple[int, int, int]]:
+    """Cut keys start .. start+count-1 into loads of at most `tiles` tiles: (first key, tiles, keys per tile).
+
+    Tile t of a load holds its keys t, t + tiles, t + 2 * tiles, ...: then key p of all its tiles is contiguous in a
+    [keys, d] tensor, and a load of V has runs of tiles * d elements. All tiles are full, but for one last, partial one.
+    """
+    loads = []
+    stop = start + count
+    while stop - start >= PARTITIONS:
+        whole = min(tiles, (stop - start) // PARTITIONS)
+        loads.append((start, whole, PARTITIONS))
+        start += whole * PARTITIONS
+    if stop > start:
+        loads.append((start, 1, stop - start))
+    return loads
