@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nki_parallel_attn.kernels.tiling import PARTITIONS, key_loads, share_of_core
+from nki_parallel_attn.kernels.tiling import PARTITIONS, interleaved_tiles, share_of_core
 from nki_parallel_attn.nki import nisa, nki, nl
 from nki_parallel_attn.topology.types import AttentionLayout
 
@@ -146,7 +146,7 @@ def _load(this: Tile, before: Tile | None, hbm: tuple[Any, ...]) -> None:
         this["queries"] = _transposed(q_hbm, head, group["start"], group["count"], q_layout)
         return
     this["loads"] = []
-    for start, tiles, rows in key_loads(this["first_key"], this["key_count"], TILES_PER_LOAD):
+    for start, tiles, rows in interleaved_tiles(this["first_key"], this["key_count"], TILES_PER_LOAD):
         keys = _transposed(k_hbm, head, start, tiles * rows, k_layout)
         if not this["loads"]:
             this["queries"] = _transposed(q_hbm, head, group["start"], group["count"], q_layout)
@@ -218,26 +218,25 @@ def _multiply_values(step: Tile, out: Tensor, num_keys: int) -> None:
     """sums[queries, tile, :] += weights^T [V, 1]; after the pass's last step, deal with its sums."""
     this, load = step["pass"], step["load"]
     rows, queries, width = load["rows"], this["group"]["count"], load["values"].shape[2]
+    batches = interleaved_tiles(0, queries, QUERIES // PARTITIONS)
     for i in range(step["count"]):
-        for start in range(0, queries, PARTITIONS):
-            size = min(PARTITIONS, queries - start)
-            nisa.nc_matmul(
-                dst=this["sums"][0:size, start // PARTITIONS, 0:width],
-                stationary=step["weights"][0:rows, i, nl.ds(start, size)],
-                moving=load["values"][:, step["first_tile"] + i, :],
-                accumulate=not (step["first"] and i == 0),
-            )
+        for start, tiles, size in batches:
+            for j in range(tiles):
+                nisa.nc_matmul(
+                    dst=this["sums"][0:size, start // PARTITIONS + j, 0:width],
+                    stationary=step["weights"][0:rows, i, start + j : start + tiles * size : tiles],
+                    moving=load["values"][:, step["first_tile"] + i, :],
+                    accumulate=not (step["first"] and i == 0),
+                )
     if "last" in step:
-        whole = queries // PARTITIONS
-        if whole:
-            _finish_section(this, out, num_keys, 0, whole, PARTITIONS)
-        if queries % PARTITIONS:
-            _finish_section(this, out, num_keys, whole, 1, queries % PARTITIONS)
+        for start, tiles, size in batches:
+            _finish_section(this, out, num_keys, start, tiles, size)
 
 
-def _finish_section(this: Tile, out: Tensor, num_keys: int, first: int, tiles: int, rows: int) -> None:
-    """Add the pass's sums for some tiles of queries to those of earlier sections; after the last, divide and store."""
+def _finish_section(this: Tile, out: Tensor, num_keys: int, start: int, tiles: int, rows: int) -> None:
+    """Add the pass's sums for a batch of queries to those of earlier sections; after the last, divide and store."""
     group, width = this["group"], out.shape[2] + 1
+    first = start // PARTITIONS
     sums = this["sums"][0:rows, first : first + tiles, 0:width]
     if num_keys > KEYS_PER_SECTION:
         name = f"totals{first}"
@@ -248,9 +247,8 @@ def _finish_section(this: Tile, out: Tensor, num_keys: int, first: int, tiles: i
             nisa.tensor_tensor(dst=group[name], data1=group[name], data2=sums, op=nl.add)
         sums = group[name]
     if this["first_key"] + this["key_count"] == num_keys:
-        start = group["start"] + first * PARTITIONS
-        block = out[this["head"], nl.ds(start, tiles * rows), :].reshape_dim(0, (tiles, rows)).permute((1, 0, 2))
-        _divide(block, sums, num_keys)
+        rows_of_out = out[this["head"], nl.ds(group["start"] + start, rows * tiles), :]
+        _divide(rows_of_out.reshape_dim(0, (rows, tiles)), sums, num_keys)
 
 
 def _divide(out: Tensor, sums: Tensor, num_keys: int) -> None:

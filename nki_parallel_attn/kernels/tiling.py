@@ -18,18 +18,19 @@ def share_of_core(heads: int, rows: int, core: int, cores: int) -> tuple[tuple[i
     return (0, heads), (min(core * tiles, rows), min((core + 1) * tiles, rows))
 
 
-def key_loads(start: int, count: int, tiles: int) -> list[tuple[int, int, int]]:
-    """Cut keys start .. start+count-1 into loads of at most `tiles` tiles: (first key, tiles, keys per tile).
+def interleaved_tiles(start: int, count: int, tiles: int) -> list[tuple[int, int, int]]:
+    """Cut rows start .. start+count-1 into batches of at most `tiles` tiles: (first row, tiles, rows per tile).
 
-    Tile t of a load holds its keys t, t + tiles, t + 2 * tiles, ...: then key p of all its tiles is contiguous in a
-    [keys, d] tensor, and a load of V has runs of tiles * d elements. All tiles are full, but for one last, partial one.
+    Tile t of a batch has its rows t, t + tiles, t + 2 * tiles, ..., one on each partition. So a partition holds `tiles`
+    adjacent rows, and a transfer of [rows, d] has runs of tiles * d elements. All tiles are full, but for one last,
+    partial one.
     """
-    loads = []
+    batches = []
     stop = start + count
     while stop - start >= PARTITIONS:
         whole = min(tiles, (stop - start) // PARTITIONS)
-        loads.append((start, whole, PARTITIONS))
+        batches.append((start, whole, PARTITIONS))
         start += whole * PARTITIONS
     if stop > start:
-        loads.append((start, 1, stop - start))
-    return loads
+        batches.append((start, 1, stop - start))
+    return batches
