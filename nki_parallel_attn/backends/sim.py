@@ -1,17 +1,60 @@
-"""Backend "sim": the NKI kernels in kernels/, run by the interpreter in sim/."""
+"""Backend "sim": the NKI kernels in kernels/, run by the interpreter in sim/.
+
+Each process is its rank of the simulated world, and the ranks of a replica group meet through the torch process group;
+without one, this process is a world of one rank. All ranks of the world launch the same kernels in the same order, as
+on a device.
+"""
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nki_parallel_attn.errors import UnsupportedFeatureError
-from nki_parallel_attn.kernels.attention_const_max import attention_const_max as const_max
 from nki_parallel_attn.sim import simulate
+from nki_parallel_attn.sim.replica_group import ReplicaGroup
 from nki_parallel_attn.topology.types import AttentionLayout
 
 
-def attention_kv_parallel_segmented_cte(*_: object, **__: object) -> Tensor:
-    raise UnsupportedFeatureError("attention_kv_parallel_segmented_cte has no NKI kernel yet; use backend='torch'")
+def attention_kv_parallel_segmented_cte(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    kvp_q_offset: Tensor,
+    replica_groups: ReplicaGroup,
+    *,
+    lnc: int,
+    target: str,
+    group: dist.ProcessGroup | None,
+    ranks: tuple[int, ...],
+    index: int,
+    **arguments: object,
+) -> Tensor:
+    """Checked arguments; `ranks` is this rank's list and `index` its place there. `group` has nothing to add.
+
+    Raises:
+        UnsupportedFeatureError: float64, or a gradient is asked for.
+    """
+    from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
+
+    if q.dtype == torch.float64:
+        raise UnsupportedFeatureError("q is float64, which NKI does not have; use backend='torch'")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_cache, v_cache)):
+        raise UnsupportedFeatureError("the NKI kernel has no gradient; use backend='torch'")
+    scales = {name: arguments.pop(name) for name in ("k_scale", "v_scale")}
+    out: Tensor = simulate(attention_kv_parallel_segmented_cte, lnc=lnc, target=target)(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        kvp_q_offset,
+        replica_groups,
+        **arguments,
+        **{name: None if scale is None else scale.float() for name, scale in scales.items()},  # type: ignore[attr-defined]
+    )
+    return out
 
 
 def attention_const_max(
@@ -26,7 +69,9 @@ def attention_const_max(
     lnc: int,
     target: str,
 ) -> Tensor:
-    """Checked arguments, the scale resolved. Without collectives, so each rank runs it for itself."""
+    """Checked arguments, the scale resolved. Without collectives: each rank runs it for itself."""
+    from nki_parallel_attn.kernels.attention_const_max import attention_const_max
+
     arguments = (q_hbm, k_hbm, v_hbm, softmax_max, softmax_scale, q_layout, k_layout)
-    out: Tensor = simulate(const_max, world_size=1, lnc=lnc, target=target)([arguments])[0]
+    out: Tensor = simulate(attention_const_max, world_size=1, lnc=lnc, target=target)([arguments])[0]
     return out

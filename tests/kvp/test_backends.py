@@ -9,7 +9,7 @@ import torch
 
 from nki_parallel_attn import attention_kv_parallel_segmented_cte
 from nki_parallel_attn.backends import BACKEND_VARIABLE, backend_name
-from nki_parallel_attn.errors import ArgumentError, BackendUnavailableError, UnsupportedFeatureError
+from nki_parallel_attn.errors import ArgumentError, BackendUnavailableError
 from nki_parallel_attn.nki import require_nki
 from tests.kvp.case import Case
 
@@ -53,21 +53,3 @@ def test_nki_missing_or_placeholder(monkeypatch, tmp_path, source, said):
     with pytest.raises(BackendUnavailableError):
         attention_kv_parallel_segmented_cte(**CASE.arguments(0), backend="neuron")
     sys.modules.pop("nki", None)
-
-
-def test_sim_says_that_it_has_no_kernel():
-    with pytest.raises(UnsupportedFeatureError, match="no NKI kernel yet"):
-        attention_kv_parallel_segmented_cte(**CASE.arguments(0), backend="sim")
-
-
-def test_the_door_to_nki(monkeypatch):
-    from nki_parallel_attn import nki, sim
-
-    monkeypatch.setenv(BACKEND_VARIABLE, "sim")
-    assert nki.nki is sim and nki.nl is sim.language
-    monkeypatch.setenv(BACKEND_VARIABLE, "neuron")
-    monkeypatch.setitem(sys.modules, "nki", None)  # as if not installed
-    with pytest.raises(BackendUnavailableError, match="install"):
-        _ = nki.nl
-    with pytest.raises(AttributeError):
-        _ = nki.anything

@@ -1,0 +1,376 @@
+"""attention_kv_parallel_segmented_cte in NKI: gather Q, attend to the local KV, exchange partials, merge; one kernel.
+
+The rows are cut into exchanges of about seg_size rows, last rows first, since they see most. Of each exchange
+
+    1. own Q is transposed and all-gathered                         HBM staging, one exchange ahead
+    2. all heads attend to this rank's KV                           online_softmax.py, paged_kv.py, visible_slots.py
+    3. partial outputs and log-sum-exps are exchanged all-to-all    HBM staging
+    4. own heads are merged and stored                              merge_partials.py, one exchange behind
+
+so that collectives run while the engines compute. LNC: cores take every other tile of rows through all four steps; they
+share nothing but the staging buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nki_parallel_attn.kernels.merge_partials import leave_empty, merge, normalise
+from nki_parallel_attn.kernels.online_softmax import Partial, Pipeline, Unit
+from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS, PagedKV
+from nki_parallel_attn.kernels.tile_transposes import Transposer
+from nki_parallel_attn.kernels.visible_slots import SlotLayout, SlotMasks, largest_divisor
+from nki_parallel_attn.nki import ncc, nisa, nki, nl
+
+# Bytes per partition of one exchange's gathered queries and of its accumulators.
+QUERY_BYTES = 16 * 1024
+ACCUMULATOR_BYTES = 36 * 1024
+LEAST_SCALE = 1e-6
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def attention_kv_parallel_segmented_cte(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    kvp_q_offset: Any,
+    replica_groups: Any,
+    group_size: int,
+    block_size: int,
+    seg_size: int,
+    scale: float = 1.0,
+    global_q_offset: int = 0,
+    tp_out: bool = False,
+    sliding_window: int = 0,
+    kvp_rank_id: Any = None,
+    kvp_group_size: int = 0,
+    apc_mode: bool = False,
+    valid_num_prior_tokens: Any = None,
+    fp8_packed: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Any:
+    """See ops/attention_kv_parallel_segmented_cte.py; q bfloat16, float16 or float32. Arguments are checked there.
+
+    Tiles of queries have as many rows as divide S, 128 at most: let S be a multiple of 128. Tiles of keys that no query
+    sees are skipped and those that all see are not masked where positions are known at compile time: round-robin
+    without apc_mode, or one rank. Otherwise all tiles up to the end of the block table are computed and masked.
+    A block that is absent (-1) though queries see its positions counts for the softmax's shift as a score of 0: rows
+    whose every visible scaled score is below about -80 then lose precision.
+
+    Source: API reference page attention_kv_parallel_segmented_cte.
+    """
+    known = not apc_mode and (kvp_group_size > 0 or group_size == 1)
+    ranks = kvp_group_size if kvp_group_size > 0 else 1
+    limit = block_tables.shape[1]
+    if not apc_mode:
+        # Rank 0's slots are the earliest.
+        last = global_q_offset + q.shape[1]
+        limit = min(limit, -(-last // (ranks * block_size)))
+    layout = SlotLayout(ranks, block_size, limit, -1 if apc_mode else global_q_offset, known, sliding_window)
+    call = Call(q, tp_out, replica_groups, group_size, seg_size, scale, layout)
+    offset = local_offset(kvp_q_offset, kvp_rank_id, block_size)
+    offset_fp32 = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=offset_fp32, src=offset)
+    if v_scale is not None:
+        call.v_scale = nl.ndarray((call.rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=call.v_scale, src=v_scale[: call.rows, :])
+    call.kv = PagedKV(
+        layout, k_cache, v_cache, block_tables, offset, q.shape[1], q.dtype, call.transposer, fp8_packed, k_scale
+    )
+    masks = SlotMasks(layout, call.rows, offset_fp32[: call.rows, :])
+    call.pipeline = Pipeline(call.rows, layout.tile, call.dim, q.dtype, call.score_scale, call.transposer, masks)
+    exchanges = [Exchange(call, start) for start in reversed(range(0, call.tiles, call.exchange_tiles))]
+    exchanges[0].gather()
+    for i in range(len(exchanges)):
+        if i + 1 < len(exchanges):
+            exchanges[i + 1].gather()
+        exchanges[i].attend()
+    call.complete_pending()
+    for exchange in call.unmerged:
+        exchange.merge()
+    return call.out
+
+
+def local_offset(kvp_q_offset: Any, kvp_rank_id: Any, block_size: int) -> Any:
+    """int32 [128, 1]: position of Q token 0 minus this rank's first position, in the coordinates of its slots."""
+    offset = nl.ndarray((128, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=offset, src=kvp_q_offset.ap([[0, 128], [1, 1]]))
+    if kvp_rank_id is not None:
+        rank = nl.ndarray((128, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=rank, src=kvp_rank_id.ap([[0, 128], [1, 1]]))
+        size = nl.ndarray((128, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.memset(dst=size, value=block_size, engine=nisa.engine.gpsimd)
+        nisa.tensor_tensor(dst=rank, data1=rank, data2=size, op=nl.multiply, engine=nisa.engine.gpsimd)
+        nisa.tensor_tensor(dst=offset, data1=offset, data2=rank, op=nl.subtract, engine=nisa.engine.gpsimd)
+    return offset
+
+
+class Call(nl.NKIObject):  # type: ignore[misc]
+    """What one call's exchanges share.
+
+    Attributes:
+        rows: of a tile of queries; tiles: of the call; exchange_tiles: of one exchange.
+        heads: of the group; own_heads: of this rank.
+        factor: multiplied into Q, 1 or -1 but for a scale close to 0; score_scale > 0: into the scores.
+        staging: memory of what collectives exchange.
+        pending: the exchange whose units may still be in the pipeline; unmerged: those whose partials are on their way.
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        tp_out: bool,
+        replica_groups: Any,
+        group_size: int,
+        seg_size: int,
+        scale: float,
+        layout: SlotLayout,
+    ) -> None:
+        self.q = q
+        self.layout = layout
+        self.tp_out = tp_out
+        self.replica_groups = replica_groups
+        self.group_size = group_size
+        self.own_heads, length, self.dim = q.shape
+        self.heads = self.own_heads * group_size
+        self.rows = largest_divisor(length, 128)
+        self.tiles = length // self.rows
+        self.core = nl.program_id(0)
+        self.cores = nl.num_programs(0)
+        self.staging = nl.private_hbm if self.cores == 1 else nl.shared_hbm
+        self.transposer = Transposer(q.dtype)
+        fit = min(
+            QUERY_BYTES // (self.heads * self.rows * self.transposer.itemsize),
+            ACCUMULATOR_BYTES // (self.heads * (self.dim + EXTRA_COLUMNS) * 4),
+        )
+        self.exchange_tiles = max(self.cores, min(seg_size // self.rows, fit * self.cores))
+        # A scale close to 0 would make a masked score visible.
+        self.factor = float((scale > 0) - (scale < 0)) if abs(scale) >= LEAST_SCALE else scale
+        self.score_scale = abs(scale) if abs(scale) >= LEAST_SCALE else 1.0
+        shape = (self.own_heads, self.dim, length) if tp_out else (self.own_heads, length, self.dim)
+        self.out = nl.ndarray(shape, dtype=q.dtype, buffer=nl.shared_hbm)
+        self.v_scale = None  # type: Any
+        self.kv = None  # type: Any
+        self.pipeline = None  # type: Any
+        self.pending = None  # type: Any
+        self.unmerged = []  # type: list[Any]
+
+    def complete_pending(self) -> None:
+        """Exchange what is pending, draining the pipeline if it must be."""
+        if self.pending is not None and self.pending.unfinished:
+            self.pipeline.flush()
+        self.exchange_pending()
+
+    def exchange_pending(self) -> None:
+        """Exchange what is pending once all its units are done. The cores do so at the same place among collectives."""
+        if self.pending is not None and not self.pending.unfinished:
+            pending, self.pending = self.pending, None
+            pending.exchange()
+
+
+class Exchange(nl.NKIObject):  # type: ignore[misc]
+    """The tiles of queries that are gathered, attended and exchanged together.
+
+    In staging buffers a core's tiles are adjacent: tile number t of the exchange is t // cores of core t % cores.
+
+    Attributes:
+        mine: this core's tiles, as tile numbers of the call; place: where they begin in staging buffers.
+    """
+
+    def __init__(self, call: Call, start: int) -> None:
+        self.call = call
+        self.tiles = min(call.exchange_tiles, call.tiles - start)
+        self.mine = list(range(start + call.core, start + self.tiles, call.cores))
+        self.place = 0 if call.core == 0 else -(-self.tiles // call.cores)
+        self.q = None  # type: Any
+        self.partial = None  # type: Any
+        self.outs = None  # type: Any
+        self.lses = None  # type: Any
+        self.unfinished = len(self.mine)
+        self.received = None  # type: Any
+        self.received_lses = None  # type: Any
+
+    def staged(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return nl.ndarray(shape, dtype=dtype, buffer=self.call.staging)
+
+    def places(self) -> Any:
+        """This core's tiles in staging buffers."""
+        return nl.ds(self.place, len(self.mine))
+
+    # 1. All-gather of Q, [heads, D, tiles, rows].
+
+    def gather(self) -> None:
+        call = self.call
+        own = self.staged((call.own_heads, call.dim, self.tiles, call.rows), call.q.dtype)
+        if self.mine:
+            nisa.dma_copy(dst=own[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.transposed_queries())
+        if call.group_size == 1:
+            self.q = own
+            return
+        self.q = self.staged((call.heads, call.dim, self.tiles, call.rows), call.q.dtype)
+        self.synchronise(own)
+        ncc.all_gather([own], [self.q], call.replica_groups, 0)
+
+    def transposed_queries(self) -> Any:
+        """[D, own heads, tiles, rows] of this core's tiles, times `factor`."""
+        call = self.call
+        count = len(self.mine)
+        result = nl.ndarray((call.dim, call.own_heads, count, call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
+        stored = nl.ndarray((call.rows, call.own_heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
+        tiled = call.q.reshape_dim(1, (call.tiles, call.rows))
+        tiles = slice(self.mine[0], self.mine[-1] + 1, call.cores)
+        for head in range(call.own_heads):
+            nisa.dma_copy(dst=stored[:, head, :, :], src=tiled[head, tiles, :, :].permute((1, 0, 2)))
+        batch = call.transposer.batch(call.rows)
+        for head in range(call.own_heads):
+            for start in range(0, count, batch):
+                stop = min(start + batch, count)
+                target = result[:, head, start:stop, :].flatten_dims(1, 2)
+                call.transposer.transpose([stored[:, head, t, :] for t in range(start, stop)], target)
+        if call.factor != 1.0:
+            nisa.tensor_scalar(dst=result, data=result, op0=nl.multiply, operand0=call.factor)
+        return result
+
+    def synchronise(self, shared: Any) -> None:
+        """Both cores have written their parts."""
+        if self.call.cores == 2:
+            nisa.core_barrier(data=shared, cores=(0, 1))
+
+    # 2. Attention of all heads.
+
+    def attend(self) -> None:
+        """Push every unit of this core's tiles."""
+        call = self.call
+        count = len(self.mine)
+        self.outs = self.staged((call.heads, call.rows, self.tiles, call.dim), call.q.dtype)
+        self.lses = self.staged((call.group_size, call.rows, self.tiles, call.own_heads), nl.float32)
+        if count:
+            self.push_all()
+        # What was pending has had the time of this exchange's units at least.
+        call.complete_pending()
+        call.pending = self
+
+    def load_queries(self) -> Any:
+        """[D, heads, tiles, rows] of this core's tiles."""
+        call = self.call
+        q = nl.ndarray((call.dim, call.heads, len(self.mine), call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=q, src=self.q[:, :, self.places(), :].permute((1, 0, 2, 3)))
+        return q
+
+    def push_all(self) -> None:
+        """Push this core's units: by KV head, segment, tile, head. The last unit of a tile completes it."""
+        call, kv, layout = self.call, self.call.kv, self.call.layout
+        count = len(self.mine)
+        q = self.load_queries()
+        self.partial = Partial(call.rows, count, call.heads, call.dim)
+        self.normalised = nl.ndarray((call.rows, call.heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
+        self.log_sums = nl.ndarray((call.rows, count, call.heads), dtype=nl.float32, buffer=nl.sbuf)
+        per_kv_head = call.heads // kv.kv_heads
+        items = []  # type: list[Any]
+        for kv_head in range(kv.kv_heads):
+            for number in range(kv.segments):
+                for t in range(count):
+                    for head in range(kv_head * per_kv_head, (kv_head + 1) * per_kv_head):
+                        items.append([kv_head, number, t, head])
+        seen = []  # type: list[Any]
+        lasts = [-1] * len(self.mine)
+        for item in items:
+            row = self.mine[item[2]] * call.rows
+            first = item[1] * kv.segment_tiles
+            tiles = range(first, min(first + kv.segment_tiles, layout.tiles))
+            visible = [tile for tile in tiles if not layout.hidden(tile, row, call.rows)]
+            if visible:
+                lasts[item[2]] = len(seen)
+                seen.append([item, visible])
+        for t in range(len(self.mine)):
+            if lasts[t] < 0:
+                self.finish(t)
+        step = call.pipeline.unit_tiles
+        for i in range(len(seen)):
+            item, visible = seen[i]
+            kv_head, number, t, head = item
+            row = self.mine[t] * call.rows
+            segment = kv.segment(kv_head, number)
+            for start in range(0, len(visible), step):
+                part = visible[start : start + step]
+                masks = [
+                    None if layout.seen_whole(tile, row, call.rows) else call.pipeline.masks.bias(row, tile)
+                    for tile in part
+                ]
+                unit = Unit(q[:, head, t, :], self.partial, t, head, segment, part[0] - segment.first, masks)
+                unit.opens = start == 0
+                unit.closes = start + step >= len(visible)
+                if unit.closes and i == lasts[t]:
+                    unit.completes = self
+                call.pipeline.push(unit)
+                call.exchange_pending()
+
+    def finish(self, t: int) -> None:
+        """Normalise a tile."""
+        call = self.call
+        out, lse = self.normalised[:, :, t, :], self.log_sums[:, t, :]
+        if self.partial.segments[t][0]:
+            normalise(self.partial, t, out, lse, call.v_scale)
+        else:
+            leave_empty(out, lse)
+        self.unfinished -= 1
+
+    # 3. All-to-all of outputs, [heads, rows, tiles, D], and log-sum-exps, [group, rows, tiles, own heads].
+
+    def exchange(self) -> None:
+        """Send each rank its heads; then merge the exchange before, which has arrived by now."""
+        call = self.call
+        if self.mine:
+            nisa.dma_copy(dst=self.outs[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.normalised)
+            for rank in range(call.group_size):
+                heads = nl.ds(rank * call.own_heads, call.own_heads)
+                nisa.dma_copy(dst=self.lses[rank, :, self.places(), :], src=self.log_sums[:, :, heads])
+        self.received, self.received_lses = self.outs, self.lses
+        if call.group_size > 1:
+            self.received = self.staged(self.outs.shape, call.q.dtype)
+            self.received_lses = self.staged(self.lses.shape, nl.float32)
+            self.synchronise(self.outs)
+            self.synchronise(self.lses)
+            ncc.all_to_all([self.outs], [self.received], call.replica_groups, 0)
+            ncc.all_to_all([self.lses], [self.received_lses], call.replica_groups, 0)
+        call.unmerged.append(self)
+        if len(call.unmerged) > 1:
+            call.unmerged.pop(0).merge()
+
+    # 4. Merge.
+
+    def merge(self) -> None:
+        """Merge own heads, one after the other, and store them."""
+        call = self.call
+        count = len(self.mine)
+        if not count:
+            return
+        lses = nl.ndarray((call.rows, call.group_size, count, call.own_heads), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=lses, src=self.received_lses[:, :, self.places(), :].permute((1, 0, 2, 3)))
+        parts_of = self.received.reshape_dim(0, (call.group_size, call.own_heads))
+        for head in range(call.own_heads):
+            parts = nl.ndarray((call.rows, call.group_size, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(dst=parts, src=parts_of[:, head, :, self.places(), :].permute((1, 0, 2, 3)))
+            merged = nl.ndarray((call.rows, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
+            merge(parts, lses[:, :, :, head], merged)
+            self.store(head, merged)
+
+    def store(self, head: int, merged: Any) -> None:
+        """Write [rows, tiles, D] to the result."""
+        call = self.call
+        count = len(self.mine)
+        tiles = slice(self.mine[0], self.mine[-1] + 1, call.cores)
+        if not call.tp_out:
+            rows_of = call.out.reshape_dim(1, (call.tiles, call.rows))
+            nisa.dma_copy(dst=rows_of[head, tiles, :, :].permute((1, 0, 2)), src=merged)
+            return
+        turned = nl.ndarray((call.dim, count, call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
+        batch = call.transposer.batch(call.rows)
+        for start in range(0, count, batch):
+            stop = min(start + batch, count)
+            target = turned[:, start:stop, :].flatten_dims(1, 2)
+            call.transposer.transpose([merged[:, t, :] for t in range(start, stop)], target)
+        columns_of = call.out.reshape_dim(2, (call.tiles, call.rows))
+        nisa.dma_copy(dst=columns_of[head, :, tiles, :], src=turned)

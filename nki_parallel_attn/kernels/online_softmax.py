@@ -1,0 +1,247 @@
+"""Attention of tiles of queries over segments of keys with online softmax, software-pipelined over all engines.
+
+A unit is one head's tile of queries against up to 1024 slots. Its three stages are issued two units apart, so that
+every engine finds work in program order:
+
+    scores   Tensor: Q.K^T into PSUM, masks added;  Vector: row maxima;  GpSimd: -scale*max
+    weights  Scalar: exp(scale*s - scale*max) from PSUM to SBUF
+    values   Tensor: transposes of the weights;  Vector, Scalar: their copies to SBUF;  Tensor: products with V
+
+V has a column of ones, so the row sum comes out of the same product, of the same rounded weights, and one of marks
+(paged_kv.py). Products of one segment (2048 slots) accumulate in PSUM under one maximum; only between segments are
+earlier results rescaled.
+Precision is lost where the weights are rounded to the dtype of V; all else is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS, Segment
+from nki_parallel_attn.kernels.tile_transposes import Transposer
+from nki_parallel_attn.kernels.visible_slots import SlotMasks
+from nki_parallel_attn.nki import nisa, nl
+
+BANK = 512
+UNIT_COLUMNS = 1024
+SCORE_BUFFERS = 3
+COLUMN_RING = 12
+
+
+class Partial(nl.NKIObject):  # type: ignore[misc]
+    """What the queries of one exchange have seen so far, rows on partitions.
+
+    Attributes:
+        acc: float32 [rows, tiles, heads, D + 2], sums of weight*V, of weights, and of weights of marked slots.
+        shift: float32 [rows, tiles, 2, heads], -scale*max of the segments so far, the exponents' shift. Segments take
+            turns in the third dim, for the weights of one may be issued after the next one's maximum.
+        segments: how many segments each tile and head has seen, at compile time.
+    """
+
+    def __init__(self, rows: int, tiles: int, heads: int, dim: int) -> None:
+        self.acc = nl.ndarray((rows, tiles, heads, dim + EXTRA_COLUMNS), dtype=nl.float32, buffer=nl.sbuf)
+        self.shift = nl.ndarray((rows, tiles, 2, heads), dtype=nl.float32, buffer=nl.sbuf)
+        self.segments = [[0] * heads for _ in range(tiles)]
+
+
+class Unit(nl.NKIObject):  # type: ignore[misc]
+    """One head's tile of queries against consecutive slot tiles of one segment.
+
+    Attributes:
+        q: [D, rows], the queries transposed.
+        partial, tile, head: where the result goes.
+        segment: keys and values; first, tiles: the slot tiles, counted from the segment's first.
+        masks: a bias or None for each slot tile.
+        opens, closes: first and last unit of this tile and head in the segment.
+        completes: whose finish(tile) to call after it, or None.
+        continues: the rows have seen an earlier segment.
+    """
+
+    def __init__(
+        self, q: Any, partial: Partial, tile: int, head: int, segment: Segment, first: int, masks: list[Any]
+    ) -> None:
+        self.q = q
+        self.partial = partial
+        self.tile = tile
+        self.head = head
+        self.segment = segment
+        self.first = first
+        self.masks = masks
+        self.opens = False
+        self.closes = False
+        self.continues = False
+        self.completes = None  # type: Any
+        self.shift = None  # type: Any
+        self.scores = None  # type: Any
+        self.weights = None  # type: Any
+        self.maximum = None  # type: Any
+        self.rescale = None  # type: Any
+
+
+class Pipeline(nl.NKIObject):  # type: ignore[misc]
+    """Takes units in order and issues their stages."""
+
+    def __init__(
+        self, rows: int, slots: int, dim: int, dtype: Any, scale: float, transposer: Transposer, masks: SlotMasks
+    ) -> None:
+        """`rows` of a query tile, `slots` of a slot tile; `scale` > 0 multiplies the scores."""
+        self.rows = rows
+        self.slots = slots
+        self.width = dim + EXTRA_COLUMNS
+        self.dtype = dtype
+        self.scale = scale
+        self.transposer = transposer
+        self.masks = masks
+        # The slot tiles of a unit are contiguous in PSUM, and none crosses a bank.
+        per_bank = BANK // slots
+        self.unit_tiles = UNIT_COLUMNS // slots if BANK % slots == 0 else per_bank
+        self.bank_tiles = per_bank
+        self.score_buffers = [
+            nl.ndarray((rows, UNIT_COLUMNS), dtype=nl.float32, buffer=nl.psum) for _ in range(SCORE_BUFFERS)
+        ]
+        self.weight_buffers = [nl.ndarray((rows, UNIT_COLUMNS), dtype=dtype, buffer=nl.sbuf) for _ in range(3)]
+        self.products = nl.ndarray((rows, 3, self.width), dtype=nl.float32, buffer=nl.psum)
+        self.batch = transposer.batch(rows)
+        self.transposed = [nl.ndarray((slots, self.batch * rows), dtype=dtype, buffer=nl.sbuf) for _ in range(3)]
+        self.maxima = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
+        self.rescales = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
+        self.parts = [nl.ndarray((rows, self.width), dtype=nl.float32, buffer=nl.sbuf) for _ in range(2)]
+        self.identity = nl.shared_identity_matrix(rows, dtype=nl.bfloat16)
+        self.negated_scale = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=self.negated_scale, value=-scale)
+        self.waiting = []  # type: list[Unit]
+        self.products_due = []  # type: list[Any]
+        self.open_unit = None  # type: Any
+        self.units = 0
+        self.items = 0
+        self.batches = 0
+
+    def push(self, unit: Unit) -> None:
+        """Issue the scores of `unit`, the weights of the one before and the values of the one before that."""
+        self.score(unit)
+        self.waiting.append(unit)
+        if len(self.waiting) > 1:
+            self.weigh(self.waiting[-2])
+        if len(self.waiting) > 2:
+            self.apply(self.waiting.pop(0))
+
+    def flush(self) -> None:
+        """Issue everything that is left."""
+        if self.waiting:
+            self.weigh(self.waiting[-1])
+        while self.waiting:
+            self.apply(self.waiting.pop(0))
+        self.issue_products()
+
+    # Stage 1.
+
+    def score(self, unit: Unit) -> None:
+        number = self.units
+        self.units = number + 1
+        slots = self.slots
+        scores = self.score_buffers[number % SCORE_BUFFERS]
+        unit.scores = scores
+        unit.weights = self.weight_buffers[number % 3]
+        tiles = len(unit.masks)
+        for start in range(0, tiles, self.bank_tiles):
+            stop = min(start + self.bank_tiles, tiles)
+            keys = unit.segment.k[:, (unit.first + start) * slots : (unit.first + stop) * slots]
+            nisa.nc_matmul(
+                dst=scores[:, start * slots : stop * slots], stationary=unit.q, moving=keys, accumulate=False
+            )
+            for t in range(start, stop):
+                if unit.masks[t] is not None:
+                    nisa.nc_matmul(
+                        dst=scores[:, t * slots : (t + 1) * slots],
+                        stationary=self.identity,
+                        moving=unit.masks[t],
+                        accumulate=True,
+                    )
+        column = number % COLUMN_RING
+        unit.maximum = self.maxima[:, column : column + 1]
+        unit.rescale = self.rescales[:, column : column + 1]
+        nisa.tensor_reduce(dst=unit.maximum, op=nl.maximum, data=scores[:, : tiles * slots], axis=1)
+        if not unit.opens:
+            gpsimd(unit.maximum, unit.maximum, self.open_unit.maximum, nl.maximum)
+        self.open_unit = unit
+        seen = unit.partial.segments[unit.tile][unit.head]
+        unit.continues = seen > 0
+        unit.shift = unit.partial.shift[:, unit.tile, seen % 2, unit.head : unit.head + 1]
+        if unit.closes:
+            self.settle(unit)
+
+    def settle(self, unit: Unit) -> None:
+        """Set the shift of the unit's rows, and how to rescale what they have accumulated."""
+        partial, tile, head = unit.partial, unit.tile, unit.head
+        seen = partial.segments[tile][head]
+        partial.segments[tile][head] = seen + 1
+        shift = partial.shift[:, tile, seen % 2, head : head + 1]
+        gpsimd(shift, unit.maximum, self.negated_scale, nl.multiply)
+        if seen:
+            before = partial.shift[:, tile, 1 - seen % 2, head : head + 1]
+            gpsimd(shift, shift, before, nl.minimum)
+            nisa.activation(dst=unit.rescale, op=nl.exp, data=before, scale=-1.0, bias=shift)
+
+    # Stage 2.
+
+    def weigh(self, unit: Unit) -> None:
+        columns = len(unit.masks) * self.slots
+        for start in range(0, columns, BANK):
+            stop = min(start + BANK, columns)
+            nisa.activation(
+                dst=unit.weights[:, start:stop],
+                op=nl.exp,
+                data=unit.scores[:, start:stop],
+                bias=unit.shift,
+                scale=self.scale,
+            )
+
+    # Stage 3.
+
+    def apply(self, unit: Unit) -> None:
+        slots = self.slots
+        tiles = len(unit.masks)
+        for start in range(0, tiles, self.batch):
+            count = min(self.batch, tiles - start)
+            transposed = self.transposed[self.batches % 3]
+            self.batches += 1
+            weights = [unit.weights[:, t * slots : (t + 1) * slots] for t in range(start, start + count)]
+            self.transposer.transpose(weights, transposed[:, : count * self.rows])
+            # One batch late: the copy of this one runs while the Tensor Engine multiplies the one before.
+            self.issue_products()
+            self.products_due.append([unit, start, count, transposed])
+
+    def issue_products(self) -> None:
+        """Multiply the batch that is due, and finish its unit if it was the last one."""
+        if not self.products_due:
+            return
+        unit, start, count, transposed = self.products_due.pop()
+        product = self.products[:, self.items % 3, :]
+        for t in range(count):
+            nisa.nc_matmul(
+                dst=product,
+                stationary=transposed[:, t * self.rows : (t + 1) * self.rows],
+                moving=unit.segment.v[:, unit.first + start + t, :],
+                accumulate=not (unit.opens and start + t == 0),
+            )
+        if start + count == len(unit.masks) and unit.closes:
+            self.collect(unit, product)
+            self.items += 1
+            if unit.completes is not None:
+                unit.completes.finish(unit.tile)
+
+    def collect(self, unit: Unit, product: Any) -> None:
+        """Add a segment's product to what its rows have accumulated."""
+        acc = unit.partial.acc[:, unit.tile, unit.head, :]
+        if not unit.continues:
+            nisa.tensor_copy(dst=acc, src=product, engine=nisa.engine.scalar)
+            return
+        part = self.parts[self.items % 2]
+        nisa.tensor_copy(dst=part, src=product, engine=nisa.engine.scalar)
+        gpsimd(acc, acc, unit.rescale.broadcast(1, self.width), nl.multiply)
+        gpsimd(acc, acc, part, nl.add)
+
+
+def gpsimd(dst: Any, data1: Any, data2: Any, op: Any) -> None:
+    """Element-wise on GpSimd, which has time to spare."""
+    nisa.tensor_tensor(dst=dst, data1=data1, data2=data2, op=op, engine=nisa.engine.gpsimd)

@@ -1,0 +1,138 @@
+"""Which tiles of local KV slots a tile of queries sees: at compile time where positions are known, else by masks.
+
+All ranks run one program, so what differs between ranks is known at run time only. A tile of slots is, for a tile of
+queries, hidden on every rank (skipped), seen whole by every query on every rank (not masked), or masked by a bias that
+the device computes from this rank's offset.
+
+Positions: local slot s of rank r holds position (s // b)*R*b + s % b + r*b, b the block size. Contiguous shards are
+R = 1 with the rank in the offset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nki_parallel_attn.nki import nisa, nl
+
+# Added to the scores of invisible keys: absorbs any score, and exp() of it is 0. bfloat16 holds it.
+MASKED = -1.0e30
+# Biases kept in SBUF; the same ones come back for every head and along the diagonal.
+MAX_BIASES = 32
+
+
+def slot_tile_size(block_size: int) -> int:
+    """Slots of one tile: whole blocks, or an even part of one, at most 128."""
+    if block_size <= 128:
+        return block_size * (128 // block_size)
+    return largest_divisor(block_size, 128)
+
+
+def largest_divisor(value: int, limit: int) -> int:
+    """The largest divisor of `value` that is at most `limit`."""
+    divisor = min(value, limit)
+    while value % divisor:
+        divisor -= 1
+    return divisor
+
+
+class SlotLayout(nl.NKIObject):  # type: ignore[misc]
+    """Where this rank's slots are in the sequence.
+
+    Attributes:
+        ranks: R of round-robin, 1 for contiguous shards.
+        block_size: b.
+        tile: slots of one tile.
+        tiles: number of slot tiles.
+        blocks: entries of the block table that can be visible.
+        q_offset: position of Q token 0 in the coordinates of the slots, or an upper bound of it.
+        exact: q_offset is that of every rank, so that visibility is known at compile time.
+        window: sliding window, 0 for none.
+    """
+
+    def __init__(self, ranks: int, block_size: int, blocks: int, q_offset: int, exact: bool, window: int) -> None:
+        self.ranks = ranks
+        self.block_size = block_size
+        self.blocks = blocks
+        self.tile = slot_tile_size(block_size)
+        self.tiles = -(-blocks * block_size // self.tile)
+        self.q_offset = q_offset
+        self.exact = exact
+        self.window = window
+
+    def position(self, slot: int) -> int:
+        """Position of a slot on rank 0."""
+        return slot // self.block_size * self.ranks * self.block_size + slot % self.block_size
+
+    def first_position(self, tile: int) -> int:
+        """Position of a tile's first slot on rank 0, the lowest of any rank."""
+        return self.position(tile * self.tile)
+
+    def last_position(self, tile: int) -> int:
+        """Position of a tile's last slot on the last rank, the highest of any rank."""
+        return self.position((tile + 1) * self.tile - 1) + (self.ranks - 1) * self.block_size
+
+    def hidden(self, tile: int, row: int, rows: int) -> bool:
+        """No query of row .. row+rows-1 sees the tile, on any rank."""
+        if self.q_offset < 0:
+            return False
+        first = self.q_offset + row
+        if self.first_position(tile) > first + rows - 1:
+            return True
+        return self.exact and self.window > 0 and self.last_position(tile) <= first - self.window
+
+    def seen_whole(self, tile: int, row: int, rows: int) -> bool:
+        """Every query of row .. row+rows-1 sees all of the tile, on every rank."""
+        if not self.exact:
+            return False
+        first = self.q_offset + row
+        if self.last_position(tile) > first:
+            return False
+        return self.window == 0 or self.first_position(tile) > first + rows - 1 - self.window
+
+
+class SlotMasks(nl.NKIObject):  # type: ignore[misc]
+    """Biases [rows, slots] of a tile of queries against a tile of slots: 0 where visible on this rank, else MASKED.
+
+    They depend on the distance of the two tiles only.
+    """
+
+    def __init__(self, layout: SlotLayout, rows: int, q_offset: Any) -> None:
+        """`q_offset`: float32 [rows, 1], position of Q token 0 minus rank*b, the same value in each partition."""
+        self.layout = layout
+        self.rows = rows
+        # Position of the key minus that of the query, at distance 0.
+        steps = nl.ndarray((rows, layout.tile), dtype=nl.float32, buffer=nl.sbuf)
+        b = layout.block_size
+        pattern = [[layout.ranks * b, layout.tile // b], [1, b]] if layout.tile >= b else [[1, layout.tile]]
+        nisa.iota(dst=steps, pattern=pattern, offset=0, channel_multiplier=-1)
+        self.ahead = nl.ndarray((rows, layout.tile), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=self.ahead, data=steps, op0=nl.subtract, operand0=q_offset)
+        self.biases = {}  # type: dict[str, Any]
+        self.order = []  # type: list[str]
+
+    def bias(self, row: int, tile: int) -> Any:
+        """bfloat16 [rows, slots] for queries from `row` on and a tile of slots."""
+        distance = row - self.layout.first_position(tile)
+        key = str(distance)
+        if key in self.biases:
+            return self.biases[key]
+        if len(self.order) == MAX_BIASES:
+            self.biases.pop(self.order.pop(0))
+        bias = nl.ndarray((self.rows, self.layout.tile), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=bias, data=self.ahead, op0=nl.greater, operand0=float(distance), op1=nl.multiply, operand1=MASKED
+        )
+        if self.layout.window:
+            left = nl.ndarray((self.rows, self.layout.tile), dtype=nl.bfloat16, buffer=nl.sbuf)
+            nisa.tensor_scalar(
+                dst=left,
+                data=self.ahead,
+                op0=nl.less_equal,
+                operand0=float(distance - self.layout.window),
+                op1=nl.multiply,
+                operand1=MASKED,
+            )
+            nisa.tensor_tensor(dst=bias, data1=bias, data2=left, op=nl.add)
+        self.biases[key] = bias
+        self.order.append(key)
+        return bias

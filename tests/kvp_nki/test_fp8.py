@@ -1,0 +1,33 @@
+"""float8 caches, plain and packed, with scales, against the oracle on the dequantised values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kvp.case import Case
+from tests.kvp.test_prefill_fp8 import Quantised
+from tests.kvp_nki.world import deviation, run
+from tests.tolerance import attention_tolerance
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_fp8(dtype, packed, target, lnc):
+    """An odd number of tokens, so that a packed pair ends in a slot that nothing was written to."""
+    generator = torch.Generator().manual_seed(5)
+    k_scale = 2.0 ** torch.randint(-3, 3, (128, 1), generator=generator).float()
+    v_scale = torch.full((128, 1), 0.25)
+    case = Case(ranks=2, rows=96, block_size=16, prior=11, kv_heads=2, head_dim=48, dtype=dtype, padding=2, heads=4)
+    quantised = Quantised(case, k_scale, v_scale)
+    outs = run([quantised.arguments(rank, packed) for rank in range(2)], lnc=lnc, target=target)
+    assert deviation(case, outs) <= attention_tolerance(dtype, case.v, case.head_dim)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_fp8_without_scales(packed):
+    case = Case(ranks=2, rows=128, block_size=32, head_dim=128, dtype=torch.bfloat16, heads=2)
+    outs = run([Quantised(case, None, None).arguments(rank, packed) for rank in range(2)])
+    assert deviation(case, outs) <= attention_tolerance(case.dtype, case.v, case.head_dim)
