@@ -128,7 +128,8 @@ def _resolve_rows(view: NkiTensor, found: RowOffsets, skip: bool) -> NkiTensor:
         kept = (~outside).nonzero().reshape(-1)
         values = values[kept]
     grid_shape = (count, *view.shape[1:])
-    return GatheredTensor(view, (values.numel(), *view.shape[1:]), grid_shape, view.strides, view.offset, values, kept)
+    shape = (values.numel(), *view.shape[1:])
+    return GatheredTensor(view, shape, grid_shape, view.strides, view.offset, values, kept, index)
 
 
 def _resolve_columns(view: NkiTensor, found: ColumnOffsets, unit: engine) -> NkiTensor:
@@ -155,4 +156,4 @@ def _resolve_columns(view: NkiTensor, found: ColumnOffsets, unit: engine) -> Nki
         fail("indirect-view", f"tensor indirection takes a 2-D view, got {list(found.shape)}")
     addresses = view.offset + torch.arange(partitions)[:, None] * found.strides[0] + offsets * found.strides[1]
     total = view.storage.elements * view.storage.dtype.itemsize // view.dtype.itemsize
-    return GatheredTensor(view, view.shape, (total,), (1,), 0, addresses.reshape(-1), None)
+    return GatheredTensor(view, view.shape, (total,), (1,), 0, addresses.reshape(-1), None, found.index)

@@ -25,8 +25,9 @@ from . import location
 from .core import Core, LoopScope, current_core, error_of, fail
 from .dtypes import FLOAT32, DType
 from .enums import MemoryRegion, engine, oob_mode
-from .indirect import index_of, resolve
+from .indirect import ScalarOffset, index_of, resolve
 from .operand_checks import check_operand, check_together
+from .psum import note_other_write
 from .tensor import NkiTensor
 
 P = ParamSpec("P")
@@ -75,11 +76,14 @@ class Call:
         arguments: its arguments by name.
         work: facts for the cost model that the operands do not show; filled by the body.
         skipped: an out-of-bounds access under oob_mode.skip left nothing to do.
+        dynamic: an operand starts at an address known at run time (a scalar offset or a dynamic index).
         marked: the body has noted itself which elements it wrote.
         meeting: where it met other cores, or None; `meeting.arrived` has the (rank, core) pairs.
     """
 
-    __slots__ = ("_bound", "core", "declaration", "engine", "marked", "meeting", "reads", "skipped", "work", "writes")
+    __slots__ = (
+        "_bound", "core", "declaration", "dynamic", "engine", "marked", "meeting", "reads", "skipped", "work", "writes",
+    )  # fmt: skip
 
     def __init__(self, core: Core, declaration: Instruction, unit: Engine, bound: list[Any]) -> None:
         self.core = core
@@ -90,6 +94,7 @@ class Call:
         self.writes: list[NkiTensor] = []
         self.work: dict[str, Any] = {}
         self.skipped = False
+        self.dynamic = False
         self.marked = False
         self.meeting: Any = None
 
@@ -97,6 +102,10 @@ class Call:
     def arguments(self) -> Mapping[str, Any]:
         """Arguments by parameter name."""
         return dict(zip(self.declaration.parameters, self._bound, strict=True))
+
+    def argument(self, name: str) -> Any:
+        """One argument."""
+        return self._bound[self.declaration.position[name]]
 
     @property
     def name(self) -> str:
@@ -145,6 +154,8 @@ class Call:
     def mark_written_where(self, dst: NkiTensor, chosen: torch.Tensor) -> None:
         """Note that the instruction writes only the elements of dst where `chosen`, bool in dst's shape."""
         dst.mark_written_where(chosen)
+        if dst.storage.region is MemoryRegion.psum:
+            note_other_write(dst)
         self.marked = True
 
     def check_written(self, operand: str, tensor: NkiTensor) -> None:
@@ -177,6 +188,7 @@ class Instruction:
         dtypes: allowed dtypes by parameter.
         indirect: parameters that take tensor indirection.
         deferred_read: the body checks that what it reads has been written, when it reads it.
+        position: index of each parameter.
     """
 
     def __init__(self, body: Callable[..., None], engine: Any, **roles: Any) -> None:
@@ -184,7 +196,7 @@ class Instruction:
         self.name = body.__name__
         parameters = list(inspect.signature(body).parameters.values())[1:]
         self.parameters = [p.name for p in parameters]
-        self._position = {name: i for i, name in enumerate(self.parameters)}
+        self.position = {name: i for i, name in enumerate(self.parameters)}
         self._defaults = [_MISSING if p.default is inspect.Parameter.empty else p.default for p in parameters]
         self._engine = engine
         self.reads: tuple[str, ...] = roles.pop("reads", ())
@@ -198,18 +210,18 @@ class Instruction:
         self.deferred_read: bool = roles.pop("deferred_read", False)
         self.engines: tuple[Engine, ...] = roles.pop("engines", ()) or (engine,)
         assert not roles, f"unknown roles {roles}"
-        self.operands = [(name, self._position[name]) for name in (*self.reads, *self.writes)]
-        self._reads = [(name, self._position[name]) for name in self.reads]
-        self._writes = [(name, self._position[name]) for name in self.writes]
+        self.operands = [(name, self.position[name]) for name in (*self.reads, *self.writes)]
+        self._reads = [(name, self.position[name]) for name in self.reads]
+        self._writes = [(name, self.position[name]) for name in self.writes]
         self._enums = [(i, type(p.default)) for i, p in enumerate(parameters) if isinstance(p.default, Enum)]
-        self._oob = self._position.get("oob_mode")
-        self._name = self._position.get("name")
+        self._oob = self.position.get("oob_mode")
+        self._name = self.position.get("name")
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Arguments in the order of the parameters, defaults filled in."""
         bound = self._defaults.copy()
         bound[: len(args)] = args
-        position = self._position
+        position = self.position
         try:
             for name, value in kwargs.items():
                 bound[position[name]] = value
@@ -240,7 +252,7 @@ class Instruction:
         if core.checking:
             for operand, tensor, written in named:
                 check_operand(call, operand, tensor, written)
-        check_together(call, bound, self._position)
+        check_together(call, bound, self.position)
         if core.checks.uninitialised and not self.deferred_read:
             for operand, tensor, written in named:
                 if not written and not tensor.storage.full:
@@ -249,8 +261,11 @@ class Instruction:
             self.body(call, *bound)
             for tensor in () if call.marked else call.writes:
                 storage = tensor.storage
-                if not storage.full and (core.shadowing or storage.arena is not None):
+                in_psum = storage.region is MemoryRegion.psum
+                if not storage.full and (core.shadowing or in_psum or storage.arena is not None):
                     tensor.mark_written()
+                if in_psum and unit is not Engine.tensor:
+                    note_other_write(tensor)
         for observer in core.observers:
             observer.on_instruction(call)
         return NkiInstruction(self.name, None if self._name is None else bound[self._name], core.loop)
@@ -300,6 +315,7 @@ class Instruction:
             call.fail("loop-scope", f"{value.name} was declared inside a dynamic loop that has ended")
         if value.indirection is None:
             return value
+        call.dynamic = call.dynamic or isinstance(value.indirection, ScalarOffset)
         index = index_of(value)
         if index is not None:
             call.reads.append(index)

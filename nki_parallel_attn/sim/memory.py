@@ -109,6 +109,7 @@ class Arena:
         self.partition_bytes = partition_bytes
         self.bytes = torch.empty(partitions * partition_bytes, dtype=torch.uint8)
         self.written = np.zeros(partitions * partition_bytes, dtype=np.bool_)
+        self.by_matmul = np.zeros(partitions * partition_bytes, dtype=np.bool_)
 
     def poison(self, storage: Storage) -> None:
         """Fill the bytes of `storage` that nothing has written yet with ones, which is NaN in every float format."""
@@ -130,10 +131,12 @@ class Storage:
         free_elements: elements per partition on chip; 0 in HBM.
         partition: first partition on chip.
         address: (partition, byte offset within the partition) when given by the kernel, else None.
+        by_matmul: which bytes of a PSUM tensor a matmul wrote last, without a manual address; see psum.py.
         role: "input" for kernel arguments, "constant", "output" once returned, else "scratch".
         communicated: a collective has used it.
         full: every element has been written.
         overflows: moments of overflow since its last use.
+        history: its accesses on the cost model's timeline, or None.
     """
 
     __slots__ = (
@@ -150,6 +153,7 @@ class Storage:
         "free_elements",
         "full",
         "grain",
+        "history",
         "location",
         "loop",
         "name",
@@ -188,6 +192,7 @@ class Storage:
         self.by_matmul: bool | np.ndarray[Any, np.dtype[np.bool_]] = False
         self.location: tuple[str, int] | None = None
         self.overflows: list[Overflow] = []
+        self.history: Any = None
         self.pool: Pool | None = None
         self.pool_bytes = 0
         self._views: dict[torch.dtype, torch.Tensor] = {}

@@ -64,6 +64,24 @@ def _check_tensor_indirection(call: Call, operand: str, tensor: NkiTensor) -> No
         call.fail("target", f"tensor indirection of {operand} needs gen4, the target is {call.core.target.name}")
     if operand not in call.declaration.indirect:
         call.fail("indirect-view", f"{operand} does not take tensor indirection")
+    if call.engine is not engine.tensor:
+        _check_elementwise_indirection(call, operand, tensor)
+
+
+def _check_elementwise_indirection(call: Call, operand: str, tensor: NkiTensor) -> None:
+    """Where dst and the first input of an instruction of the Vector, Scalar or GpSimd Engine may start."""
+    source = call.declaration.indirect[1]
+    data = call.argument(source)
+    partner: Any
+    if operand == source:
+        partner = tensor
+    elif data.buffer is _SBUF:
+        partner = data
+    else:
+        partner = getattr(data, "offsets", None) or tensor
+    check_indirection_start(call, operand, tensor, partner)
+    if operand == "dst" and call.engine is engine.scalar and tensor.buffer is _PSUM:
+        call.fail("memory-access", "the scalar engine cannot scatter dst in psum")
 
 
 def check_together(call: Call, bound: list[Any], position: dict[str, int]) -> None:
@@ -115,3 +133,23 @@ def require_number(call: Call, operand: str, value: Any) -> None:
     """Demand that an operand that is no tensor is a number."""
     if not hasattr(value, "storage") and not isinstance(value, (int, float)):
         call.fail("scalar-operand", f"{operand} is {value!r}, expected a number or a tensor")
+
+
+def check_indirection_start(call: Call, operand: str, tensor: NkiTensor, partner: NkiTensor) -> None:
+    """Start partitions of an operand of tensor indirection, where they were chosen by manual addresses.
+
+    Args:
+        tensor: the operand; nothing is checked when it is not indirect.
+        partner: the tensor that starts on the partition of the operand's index.
+    """
+    offsets = getattr(tensor, "offsets", None)
+    if offsets is None or offsets.address is None or not call.core.checking:
+        return
+    start = offsets.partition
+    if start % 32:
+        call.fail("tensor-indirection-partition", f"the index of {operand} starts at partition {start}")
+    if partner.address is not None and partner.partition != start:
+        call.fail(
+            "tensor-indirection-partition",
+            f"the index of {operand} starts at partition {start}, {partner.name} at {partner.partition}",
+        )

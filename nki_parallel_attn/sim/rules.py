@@ -25,6 +25,8 @@ GUIDE = "nki/get-started/nki-language-guide.rst"
 TILING = "nki/get-started/about/tiling-overview.rst"
 APS = "nki/deep-dives/nki-aps.rst"
 MIGRATION = "nki/migration/index.rst"
+MX = "nki/deep-dives/mxfp-matmul.rst"
+DGE = "nki/deep-dives/nki-dge.rst"
 DMA = "nki/get-started/about/nki-dma-overview.rst"
 SHARED = "nki/api/nki.api.shared.rst"
 
@@ -85,6 +87,20 @@ _TABLE = [
         ISA,
     ),
     Rule("psum-bank", "before trn3 the output of one matmul lies in one PSUM bank", ARCH),
+    Rule("mx-partition", "MX operands have 32, 64, 96 or 128 partitions", ISA, "always"),
+    Rule(
+        "mx-free",
+        "quantize_mx reads a multiple of 4 elements per partition and writes a quarter as many packed ones",
+        ISA,
+        "always",
+    ),
+    Rule(
+        "mx-scale-layout",
+        "MX scales are as wide as the packed data and lie in 4 partitions of the data's quadrants, from 0, 4, 8 or 12: "
+        "[P / 8, F] for 32 partitions of data, [P, F] for more",
+        MX,
+        "always",
+    ),
     Rule(
         "iota-pattern",
         "the pattern has 1 to 4 [step, num] pairs whose product is dst's elements per partition",
@@ -169,7 +185,29 @@ _TABLE = [
     ),
     Rule("dma-psum", "DMA does not access PSUM", MIGRATION),
     Rule("dma-cast", "DMA does not cast packed x4 and scale dtypes", DMA, "always"),
-    Rule("dma-mode", "dge_mode, engine, priority and oob_mode are a combination that the DMA documents", ISA),
+    Rule("dma-mode", "dge_mode, engine, priority and oob_mode are a combination that the DMA documents", DGE),
+    Rule("dma-transpose-axes", "a DMA transposes by (1, 0), (2, 1, 0) or (3, 1, 2, 0)", ISA, "always"),
+    Rule(
+        "transpose-shape", "the destination of a DMA transpose has the transposed shape, rank included", ISA, "always"
+    ),
+    Rule(
+        "dma-transpose-hwdge",
+        "hwdge transposes 2-byte elements, the last dimension at most 128, the first one 16 for 2 dimensions and else "
+        "1, 2, 4, 8 or 16, with first x next to last a multiple of 16",
+        ISA,
+    ),
+    Rule(
+        "dma-transpose-indirect",
+        "an indirect transpose takes 2-byte rows, the last dimension at most 128, a multiple of 16 of them, one of 4 "
+        "dimensions' middle ones of size 1, and indices [16 to 128 by 16, 1] or [128, n]",
+        ISA,
+    ),
+    Rule(
+        "dma-compute",
+        "dma_compute adds 1 to 16 sources with scales of 1.0 at fixed addresses, or with a vector offset two of them, "
+        "one the destination, with unique indices",
+        ISA,
+    ),
     Rule("enum-argument", "options are members of the documented enums, not integers or strings", MIGRATION, "always"),
     # Memory.
     Rule("sbuf-capacity", "live tensors fit an SBUF partition", ARCH, "capacity", CapacityError),

@@ -177,7 +177,8 @@ class NkiTensor(ViewOperations):
     def _tensor(self, fresh: bool) -> torch.Tensor:
         flat = self.storage.flat(self.format.torch, fresh)
         strides, offset = self._physical(self.dtype.itemsize)
-        raw = self._raw = flat.as_strided(self.shape, strides, offset)
+        # An argument may itself be a view: as_strided counts from the start of torch's storage.
+        raw = self._raw = flat.as_strided(self.shape, strides, flat.storage_offset() + offset)
         return raw
 
     @property
@@ -270,10 +271,12 @@ class GatheredTensor(NkiTensor):
 
     Attributes:
         index: int64 tensor of row numbers of the grid.
+        asked: shape of the access before rows were skipped.
         kept: which rows of the access are in bounds, when some were skipped; else None.
+        offsets: the kernel's tensor that the rows were read from.
     """
 
-    __slots__ = ("_grid_offset", "_grid_shape", "_grid_strides", "index", "kept", "rows")
+    __slots__ = ("_grid_offset", "_grid_shape", "_grid_strides", "asked", "index", "kept", "offsets")
 
     def __init__(
         self,
@@ -284,6 +287,7 @@ class GatheredTensor(NkiTensor):
         grid_offset: int,
         index: torch.Tensor,
         kept: torch.Tensor | None,
+        offsets: NkiTensor,
     ) -> None:
         super().__init__(shape, view.dtype, view.storage, view.storage.region, view.name)
         self.format = view.format
@@ -292,6 +296,13 @@ class GatheredTensor(NkiTensor):
         self._grid_shape, self._grid_strides, self._grid_offset = grid_shape, grid_strides, grid_offset
         self.index = index
         self.kept = kept
+        self.offsets = offsets
+        self.asked = shape if kept is None else view.shape
+
+    def part(self, shape: tuple[int, ...], index: torch.Tensor) -> GatheredTensor:
+        """Other rows of the same grid."""
+        grid = self._grid_shape, self._grid_strides, self._grid_offset
+        return GatheredTensor(self, shape, *grid, index, None, self.offsets)
 
     def _grid(self) -> NkiTensor:
         grid = NkiTensor._derive(self, self._grid_shape, self._grid_strides, self._grid_offset)
@@ -314,7 +325,7 @@ class GatheredTensor(NkiTensor):
         flat = self.storage.flat(self.format.torch)
         if self.storage.arena is not None:
             return flat, index
-        return flat.as_strided(grid.shape, grid.strides, grid.offset), index
+        return flat.as_strided(grid.shape, grid.strides, flat.storage_offset() + grid.offset), index
 
     @property
     def raw(self) -> torch.Tensor:

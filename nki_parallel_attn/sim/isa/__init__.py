@@ -15,9 +15,10 @@ from ..errors import NkiValidationError
 from ..instruction import NkiInstruction
 from ..registers import VirtualRegister
 from .cores import core_barrier, sendrecv
-from .dma import dma_copy
+from .dma import dma_compute, dma_copy, dma_transpose
 from .gather import local_gather, nc_n_gather, nc_stream_shuffle
 from .gpsimd import affine_select, iota, nonzero_with_count, sequence_bounds, tensor_partition_reduce
+from .mx import nc_matmul_mx, quantize_mx
 from .random import dropout, rand2, rand_get_state, rand_set_state, rng, set_rng_seed
 from .registers import register_alloc, register_load, register_move, register_store
 from .scalar import activate2, activation, activation_reduce
@@ -49,8 +50,10 @@ __all__ = [
     "bn_stats",
     "core_barrier",
     "dge_mode",
+    "dma_compute",
     "dma_copy",
     "dma_engine",
+    "dma_transpose",
     "dropout",
     "engine",
     "exponential",
@@ -65,12 +68,14 @@ __all__ = [
     "nc_find_index8",
     "nc_match_replace8",
     "nc_matmul",
+    "nc_matmul_mx",
     "nc_n_gather",
     "nc_stream_shuffle",
     "nc_transpose",
     "nc_version",
     "nonzero_with_count",
     "oob_mode",
+    "quantize_mx",
     "rand2",
     "rand_get_state",
     "rand_set_state",

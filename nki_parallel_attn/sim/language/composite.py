@@ -28,16 +28,6 @@ def composite(
         dst.put(function(*(tensor.f32() for tensor in inputs)))
 
 
-@instruction(engine=engine.dma, reads=("src",), writes=("dst",))
-def load_transposed(call: Call, dst: NkiTensor, src: NkiTensor, name: str | None = None) -> None:
-    """dst = src.T, 2-D, from HBM to SBUF."""
-    if call.core.computes:
-        if dst.dtype == src.dtype:
-            dst.put_raw(src.raw.t())
-        else:
-            dst.put(src.f32().t())
-
-
 @instruction(engine=engine.vector, reads=("data", "indices"), writes=("dst",), elementwise=("indices", "dst"))
 def gather(call: Call, dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str | None = None) -> None:
     """dst[p, i] = data[p, indices[p, i]] over flattened free dimensions."""
@@ -50,4 +40,4 @@ def gather(call: Call, dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name
     dst.put(torch.gather(flat, 1, index))
 
 
-__all__: list[Any] = ["composite", "fill", "gather", "load_transposed"]
+__all__: list[Any] = ["composite", "fill", "gather"]

@@ -8,11 +8,11 @@ from typing import Any
 from ..core import current_core, fail
 from ..dtypes import float32
 from ..enums import HBM_REGIONS, MemoryRegion
-from ..isa.dma import dma_copy
+from ..isa.dma import dma_copy, dma_transpose
 from ..isa.tensor import nc_matmul, nc_transpose
 from ..isa.vector import memset, tensor_copy
 from ..tensor import NkiTensor
-from .composite import composite, gather, load_transposed
+from .composite import composite, gather
 from .creation import ndarray
 
 
@@ -32,9 +32,9 @@ def load_transpose2d(src: NkiTensor, dtype: Any = None) -> NkiTensor:
     """A new SBUF tile with the transpose of a 2-D HBM tensor."""
     if len(src.shape) != 2:
         fail("view", f"load_transpose2d takes a 2-D tensor, got {list(src.shape)}")
-    result = ndarray(src.shape[::-1], dtype or src.dtype)
-    load_transposed(dst=result, src=src)
-    return result
+    result = ndarray(src.shape[::-1], src.dtype)
+    dma_transpose(dst=result, src=src)
+    return result if dtype in (None, src.dtype) else copy_tile(result, dtype)
 
 
 def store_item(target: NkiTensor, value: Any) -> None:
