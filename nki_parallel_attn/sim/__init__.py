@@ -28,6 +28,7 @@ from .replica_group import ReplicaGroup, rg_partition_op
 if TYPE_CHECKING:
     from .core import Checks
     from .kernel import jit
+    from .serve import as_nki
     from .simulation import simulate
 
 __all__ = [
@@ -42,12 +43,13 @@ __all__ = [
     "ReplicaGroupError",
     "UninitializedReadError",
     "UnsupportedInstructionError",
+    "as_nki",
     "jit",
     "rg_partition_op",
     "simulate",
 ]
 
-_LAZY = {"Checks": "core", "jit": "kernel", "simulate": "simulation"}
+_LAZY = {"Checks": "core", "as_nki": "serve", "jit": "kernel", "simulate": "simulation"}
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,7 @@ class Kernel:
         return simulate(self)(*args, **kwargs)
 
 
-def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorate a kernel, with or without arguments; `mode` is ignored, as documented.
 
     Raises:
@@ -55,4 +55,4 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """
     if "platform_target" in options:
         fail("jit-option", "platform_target was removed: set NEURON_PLATFORM_TARGET_OVERRIDE, or simulate(target=)")
-    return Kernel if function is None else Kernel(function)
+    return Kernel if fn is None else Kernel(fn)
