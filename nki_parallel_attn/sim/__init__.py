@@ -26,14 +26,18 @@ from .errors import (
 from .replica_group import ReplicaGroup, rg_partition_op
 
 if TYPE_CHECKING:
+    from .arguments import ShapeOnly
     from .core import Checks
     from .kernel import jit
+    from .profiling import profile
+    from .report import CostReport
     from .serve import as_nki
     from .simulation import simulate
 
 __all__ = [
     "CapacityError",
     "Checks",
+    "CostReport",
     "DeadlockError",
     "DivergenceError",
     "NkiValidationError",
@@ -41,15 +45,25 @@ __all__ = [
     "RaceError",
     "ReplicaGroup",
     "ReplicaGroupError",
+    "ShapeOnly",
     "UninitializedReadError",
     "UnsupportedInstructionError",
     "as_nki",
     "jit",
+    "profile",
     "rg_partition_op",
     "simulate",
 ]
 
-_LAZY = {"Checks": "core", "as_nki": "serve", "jit": "kernel", "simulate": "simulation"}
+_LAZY = {
+    "Checks": "core",
+    "CostReport": "report",
+    "ShapeOnly": "arguments",
+    "as_nki": "serve",
+    "jit": "kernel",
+    "profile": "profiling",
+    "simulate": "simulation",
+}
 
 
 def __getattr__(name: str) -> Any:

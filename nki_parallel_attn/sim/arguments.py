@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,19 @@ from .dtypes import FLOAT32, DType, as_dtype, bool_, float16, float32, int32
 from .enums import MemoryRegion
 from .memory import Storage
 from .tensor import NKIObject, NkiTensor
+
+
+@dataclass(frozen=True)
+class ShapeOnly:
+    """Stands for an array in a run without data (`profile`).
+
+    Attributes:
+        dtype: anything nki.language takes for a dtype, or its name.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
 
 _NUMPY_BITS = {1: np.uint8, 2: np.int16, 4: np.int32}
 
@@ -39,7 +53,7 @@ class Arguments:
 
     def wrap(self, value: Any) -> Any:
         """`value` with every array in it, through tuples, lists, dicts and NKI objects, replaced by a tensor."""
-        if isinstance(value, (torch.Tensor, np.ndarray)):
+        if isinstance(value, (torch.Tensor, np.ndarray, ShapeOnly)):
             return self._tensor(value)
         if isinstance(value, (tuple, list)):
             items = [self.wrap(item) for item in value]
@@ -52,15 +66,17 @@ class Arguments:
             return wrapped
         return value
 
-    def _tensor(self, array: torch.Tensor | np.ndarray[Any, Any]) -> NkiTensor:
+    def _tensor(self, array: torch.Tensor | np.ndarray[Any, Any] | ShapeOnly) -> NkiTensor:
         known = self._originals.get(id(array))
         if known is not None:
             return known[0]
         if self.kind is None:
-            self.kind = "torch" if isinstance(array, torch.Tensor) else "numpy"
-        tensor = to_tensor(
-            self._core, array, "input", self._region, f"argument{len(self._originals)}", self._write_back
-        )
+            self.kind = "numpy" if isinstance(array, np.ndarray) else "torch"
+        name = f"argument{len(self._originals)}"
+        if isinstance(array, np.ndarray) or (isinstance(array, torch.Tensor) and array.device.type != "meta"):
+            tensor = to_tensor(self._core, array, "input", self._region, name, self._write_back)
+        else:
+            tensor = shape_only_tensor(self._core, array, self._region, name)
         self._originals[id(array)] = (tensor, array)
         return tensor
 
@@ -75,12 +91,32 @@ class Arguments:
             for tensor, original in self._originals.values():
                 if tensor.storage is value.storage and tensor.shape == value.shape and tensor.dtype == value.dtype:
                     return original
+            if not self._core.computes:
+                return ShapeOnly(value.shape, value.dtype)
             return from_tensor(value, self.kind or "torch")
         if isinstance(value, (tuple, list)):
             return type(value)(self.unwrap(item) for item in value)
         if isinstance(value, dict):
             return {key: self.unwrap(item) for key, item in value.items()}
         return value
+
+
+def shape_only_tensor(core: Core, array: torch.Tensor | ShapeOnly, region: MemoryRegion, name: str) -> NkiTensor:
+    """An HBM tensor without data, for a core that computes none.
+
+    Raises:
+        NkiValidationError: the core computes, or NKI has no such dtype.
+    """
+    if core.computes:
+        fail("kernel-argument", f"{name} has no data; only profile(compute=False) takes shapes alone")
+    shape = tuple(array.shape) or (1,)
+    dtype = int32 if array.dtype is torch.int64 else _argument_dtype(array.dtype, name)
+    storage = Storage(core, shape, dtype, region, name)
+    storage.charge(core.rank.hbm)
+    storage.location = None
+    storage.role = "input"
+    storage.full = True
+    return NkiTensor(shape, dtype, storage)
 
 
 def to_tensor(

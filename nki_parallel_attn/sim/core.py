@@ -104,6 +104,7 @@ class Core:
         program_id: index of the core within its rank, 0 <= program_id < rank.lnc.
         grid: the launch grid, () when the kernel was launched without one.
         computes: False in cost-only mode, where instructions are checked and observed but move no data.
+        unknown_value: what a number read from a tensor is taken to be in cost-only mode.
         precise: False when NKI_PRECISE_FP=0 keeps low-precision floats in float32.
         observers: called for every instruction; see instruction.Observer.
         state: per-core state of other modules (engine accumulators, random generators), keyed by module.
@@ -122,6 +123,7 @@ class Core:
     pools: dict[MemoryRegion, Pool]
     arenas: dict[MemoryRegion, Arena] = field(default_factory=dict)
     shared_count: int = 0
+    unknown_value: int = 0
     no_reorder_depth: int = 0
     loop: LoopScope | None = None
     generator: torch.Generator = field(default_factory=torch.Generator)

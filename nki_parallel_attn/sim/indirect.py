@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .core import fail
+from .core import current_core, fail
 from .enums import engine
 from .layout import extent
 from .registers import VirtualRegister
@@ -84,6 +84,12 @@ def resolve(view: NkiTensor, unit: engine, skip: bool) -> NkiTensor | None:
     return _resolve_columns(view, found, unit)
 
 
+def _known(index: NkiTensor) -> torch.Tensor:
+    """The index's elements; in cost-only mode, where nobody computed them, the core's unknown_value."""
+    core = current_core()
+    return index.raw if core.computes else torch.tensor(core.unknown_value).expand(index.shape)
+
+
 def _resolve_scalar(view: NkiTensor, found: ScalarOffset, skip: bool) -> NkiTensor | None:
     index = found.index
     if isinstance(index, VirtualRegister):
@@ -91,7 +97,7 @@ def _resolve_scalar(view: NkiTensor, found: ScalarOffset, skip: bool) -> NkiTens
     else:
         if index.size != 1:
             fail("register", f"a scalar offset is one element, got a tensor of shape {list(index.shape)}")
-        value = int(index.raw.reshape(-1)[0].item())
+        value = int(_known(index).reshape(-1)[0].item())
     offset = view.offset + value * found.stride
     storage = view.storage
     total = storage.elements * storage.dtype.itemsize // view.dtype.itemsize
@@ -111,7 +117,7 @@ def _resolve_rows(view: NkiTensor, found: RowOffsets, skip: bool) -> NkiTensor:
     index = found.index
     if index.size < rows:
         fail("dynamic-bounds", f"{index.size} offsets for {rows} rows")
-    values = index.raw.to(torch.int64).reshape(index.shape[0], -1).t().reshape(-1)[:rows]
+    values = _known(index).to(torch.int64).reshape(index.shape[0], -1).t().reshape(-1)[:rows]
     storage = view.storage
     total = storage.elements * storage.dtype.itemsize // view.dtype.itemsize
     room = total - view.offset - extent(view.shape[1:], view.strides[1:])
@@ -137,7 +143,7 @@ def _resolve_columns(view: NkiTensor, found: ColumnOffsets, unit: engine) -> Nki
 
     group = 32 if unit is engine.tensor else 16
     partitions, count = view.shape
-    index = found.index.raw.to(torch.int64).reshape(found.index.shape[0], -1)
+    index = _known(found.index).to(torch.int64).reshape(found.index.shape[0], -1)
     positions = torch.arange(count)
     groups = torch.arange(partitions) // group * group
     rows = groups[:, None] + positions % group

@@ -27,6 +27,7 @@ class Simulation:
     """A kernel with the options of `simulate`; call it with the kernel's arguments.
 
     Attributes:
+        unknown_value: what a number read from a tensor is taken to be when no data is computed.
         cores: the program instances of the last run, in rank-major order.
     """
 
@@ -49,6 +50,7 @@ class Simulation:
         self.precise = precise
         self.compute = compute
         self.observers = list(observers)
+        self.unknown_value = 0
         self.cores: list[Core] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,25 +65,26 @@ class Simulation:
         if len(args) != 1 or kwargs or not isinstance(args[0], Sequence) or len(args[0]) != self.world_size:
             raise TypeError(f"with world_size={self.world_size}, pass one sequence with the arguments of each rank")
         calls = [((), entry) if isinstance(entry, dict) else (tuple(entry), {}) for entry in args[0]]
-        return self._run(calls, InProcess(range(len(calls))), len(calls))
+        return self.run(calls, InProcess(range(len(calls))), len(calls))
 
     def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One rank: this process's, where there is a process group."""
         transport = process_transport()
         if transport is None:
-            return self._run([(args, kwargs)], InProcess((0,)), 1)[0]
+            return self.run([(args, kwargs)], InProcess((0,)), 1)[0]
         transport.begin()
         try:
-            result = self._run([(args, kwargs)], transport, transport.size)[0]
+            result = self.run([(args, kwargs)], transport, transport.size)[0]
         except BaseException as error:
             transport.end(error)
             raise
         transport.end(None)
         return result
 
-    def _run(
+    def run(
         self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]], transport: Transport, world_size: int
     ) -> list[Any]:
+        """Run the transport's local ranks with their (positional, keyword) arguments; returns their results."""
         scheduler = Scheduler(self.seed)
         lnc = self.kernel.grid[0] if self.kernel.grid else 1
         self.cores = []
@@ -121,6 +124,7 @@ class Simulation:
             checks=self.checks,
             precise=self.precise,
             computes=self.compute,
+            unknown_value=self.unknown_value,
             scheduler=scheduler,
             observers=observers,
             pools={

@@ -39,7 +39,8 @@ def register_load(call: Call, dst: VirtualRegister, src: NkiTensor) -> None:
     """dst = the one element of `src`, an integer in HBM or SBUF."""
     _require_register(call, "dst", dst)
     _require_element(call, "src", src)
-    dst.write(int(src.raw.reshape(-1)[0].item()))
+    core = call.core
+    dst.write(int(src.raw.reshape(-1)[0].item()) if core.computes else core.unknown_value)
 
 
 @instruction(engine=engine.sync, writes=("dst",))
@@ -48,7 +49,8 @@ def register_store(call: Call, dst: NkiTensor, src: VirtualRegister) -> None:
     _require_element(call, "dst", dst)
     _require_register(call, "src", src)
     bits = src.read() % 2 ** (8 * dst.dtype.itemsize)
-    dst.put_raw(torch.tensor([bits], dtype=torch.int64).to(dst.format.torch))
+    if call.core.computes:
+        dst.put_raw(torch.tensor([bits], dtype=torch.int64).to(dst.format.torch))
 
 
 def _is_word(value: object) -> bool:
