@@ -221,6 +221,19 @@ def test_nonzero_with_count(dtype, partitions, elements, offset, padding, source
     same(got, gpsimd.nonzero_with_count(before, x, offset, padding), "int32")
 
 
+def test_the_documented_examples_of_bounds_and_of_nonzero_positions():
+    def body(a, b):
+        bounds, places = empty((1, 2, 9), "int32"), empty((1, 9), "int32")
+        nisa.sequence_bounds(bounds, load(a, "int32"))
+        nisa.nonzero_with_count(places, load(b, "int32"), 16, -1)
+        return [bounds, places]
+
+    ids, marks = [[0, 1, 1, 2, 2, 2, 0, 3, 3]], [[0, 1, 1, 0, 0, 1, 0, 0]]
+    bounds, places = run(body, host(ids, "int32"), host(marks, "int32"))
+    np.testing.assert_array_equal(bounds, [[[9, 1, 1, 3, 3, 3, 9, 7, 7], [-1, 3, 3, 6, 6, 6, -1, 9, 9]]])
+    np.testing.assert_array_equal(places, [[17, 18, 21, -1, -1, -1, -1, -1, 3]])
+
+
 def test_nonzero_with_count_leaves_other_partitions_alone():
     def body(a):
         src, dst = nl.ndarray((32, 4), nl.float32), nl.ndarray((32, 5), nl.int32)

@@ -327,6 +327,15 @@ def test_legal(name):
     simulate(lambda: body(), target=target)()
 
 
+@pytest.mark.parametrize(("target", "version"), [("trn2", nisa.nc_version.gen3), ("trn3", nisa.nc_version.gen4)])
+def test_a_kernel_knows_its_generation(target, version):
+    def kernel():
+        assert nisa.get_nc_version() is version
+        assert nisa.get_nc_sub_version() == 0
+
+    simulate(kernel, target=target)()
+
+
 # Registers.
 
 

@@ -531,6 +531,17 @@ def test_values_that_are_not_found_have_all_ones_for_a_position(index, seed):
     same(matched, operators.wrap_integer(found, index), index)
 
 
+def test_the_documented_example_of_replaced_duplicates():
+    def body(a, b):
+        replaced, matched = empty((1, 11), "float32"), empty((1, 8), "uint32")
+        nisa.nc_match_replace8(replaced, load(a, "float32"), load(b, "float32"), 0.0, matched)
+        return [matched]
+
+    data, values = [[1, 2, 3, 4, 8, 8, 8, 8, 8, 8, 8]], [[3, 8, 8, 8, 8, 8, 8, 8]]
+    got = run(body, host(data, "float32"), host(values, "float32"))[0]
+    np.testing.assert_array_equal(got, [[2, 10, 9, 8, 7, 6, 5, 4]])
+
+
 @given(
     any_dtype, st.sampled_from((32, 64, 96, 128)), st.integers(1, 9), st.booleans(), st.booleans(), on_chip, in_sbuf,
     seeds,

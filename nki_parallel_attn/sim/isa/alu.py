@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +10,19 @@ import torch
 from ..dtypes import as_float32, int32, uint32
 from ..enums import nc_version
 from ..instruction import Call
-from ..ops import Operator, abs_max, abs_min, as_operator
+from ..ops import Operator, abs_max, abs_min, as_operator, equal, greater, greater_equal, less, less_equal, not_equal
 from ..tensor import NkiTensor
 
 EXACT_INTEGERS = (int32, uint32)
+# Comparisons as masks, without the detour over 0.0 and 1.0.
+COMPARISONS: dict[Operator, Callable[..., torch.Tensor]] = {
+    equal: torch.eq,
+    not_equal: torch.ne,
+    less: torch.lt,
+    less_equal: torch.le,
+    greater: torch.gt,
+    greater_equal: torch.ge,
+}
 
 
 def alu_operator(call: Call, value: Any, *, inputs: int | None = 2) -> Operator:

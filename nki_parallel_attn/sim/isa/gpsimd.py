@@ -19,18 +19,12 @@ from ..ops import (
     bitwise_and,
     bitwise_or,
     equal,
-    greater,
-    greater_equal,
-    less,
-    less_equal,
     maximum,
-    not_equal,
 )
 from ..tensor import NkiTensor
-from .alu import check_bitvec, flat, put_bits, unsigned
+from .alu import COMPARISONS, check_bitvec, constant, flat, put_bits, unsigned
 
 PARTITIONS_PER_CORE = 16
-_COMPARISONS = (equal, not_equal, less, less_equal, greater, greater_equal)
 
 
 def affine_steps(call: Call, dst: NkiTensor, pattern: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -51,7 +45,7 @@ def affine_values(
     for step, num in steps:
         line = (line[:, None] + torch.arange(num) * step).reshape(-1)
     channels = torch.arange(dst.shape[0]) * channel_multiplier + offset
-    return (channels[:, None] + line[None, :]).to(torch.int32)
+    return channels.to(torch.int32)[:, None] + line.to(torch.int32)
 
 
 @instruction(engine=engine.gpsimd, writes=("dst",))
@@ -87,19 +81,18 @@ def affine_select(
     name: str | None = None,
 ) -> None:
     """dst[p, i] = on_true_tile[p, i] where `cmp_op(value, 0)`, else on_false_value; value as in iota."""
-    compare = as_operator(cmp_op)
-    if compare not in _COMPARISONS:
-        call.fail("operator", f"cmp_op is {compare!r}, expected a comparison")
+    compare = COMPARISONS.get(as_operator(cmp_op))
+    if compare is None:
+        call.fail("operator", f"cmp_op is {cmp_op!r}, expected a comparison")
     if not isinstance(on_false_value, (int, float)):
         call.fail("scalar-operand", f"on_false_value is {on_false_value!r}, expected a number")
     steps = affine_steps(call, dst, pattern)
     if not call.core.computes:
         return
     values = affine_values(dst, steps, offset, channel_multiplier)
-    mask = compare.compute(values, 0).to(torch.bool).reshape(dst.shape)
+    mask = compare(values, 0).reshape(dst.shape)
     if dst.dtype == on_true_tile.dtype and not dst.dtype.is_float:
-        filler = torch.tensor(int(on_false_value)).to(dst.format.torch)
-        dst.put_raw(torch.where(mask, on_true_tile.raw.reshape(dst.shape), filler))
+        dst.put_raw(torch.where(mask, on_true_tile.raw.reshape(dst.shape), constant(dst, on_false_value)))
     else:
         dst.put(torch.where(mask, on_true_tile.f32().reshape(dst.shape), as_float32(on_false_value)))
 

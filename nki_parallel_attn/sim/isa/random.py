@@ -1,8 +1,9 @@
 """Random numbers: XORWOW generators, one or four per partition, in the Vector and GpSimd Engines.
 
-Source: nki/api/nki/isa/__init__.py, rng, dropout, rand2, set_rng_seed, rand_set_state, rand_get_state. How the device
-deals the numbers of its generators to the elements is not documented, so results have the documented distribution and
-not the device's bits. Engines start from the simulation's seed.
+Source: nki/api/nki/isa/__init__.py, rng, dropout, rand2, set_rng_seed, rand_set_state, rand_get_state;
+nki/guides/architecture/trainium3_arch.rst, "XORWOW-based PRNG". How the device deals the numbers of its generators to
+the elements is not documented, and the trn2 Vector Engine has another, undescribed one, so results have the documented
+distribution and not the device's bits. Engines start from the simulation's seed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ WORDS = 6
 STATE_WORDS = {Engine.gpsimd: WORDS, Engine.vector: 4 * WORDS}
 _INTEGERS = (int8, int16, int32, uint8, uint16, uint32)
 _WEYL = np.uint32(362437)
+_FOUR = np.uint32(4)
+_DELAY = 5
 
 
 class Xorwow:
@@ -82,16 +85,20 @@ class Xorwow:
     def bits(self, partitions: int, elements: int) -> Words:
         """The next 32-bit numbers, [partitions, elements]; the generators of a partition take turns."""
         steps = -(-elements // self.generators)
-        x, y, z, w, v, counter = (word[:partitions] for word in self.state)
-        numbers = np.empty((steps, partitions, self.generators), np.uint32)
-        for step in range(steps):
-            t = x ^ (x >> 2)
-            x, y, z, w = y, z, w, v
-            v = (v ^ (v << 4)) ^ (t ^ (t << 1))
-            counter = counter + _WEYL
-            numbers[step] = v + counter
-        for place, word in enumerate((x, y, z, w, v, counter)):
-            self.state[place, :partitions] = word
+        # The words of the shift register, one after the other; each depends on the one before and the fifth before.
+        words = np.empty((steps + 2 * _DELAY, partitions, self.generators), np.uint32)
+        words[:_DELAY] = self.state[:_DELAY, :partitions]
+        for first in range(0, steps, _DELAY):
+            late: Words = words[first : first + _DELAY]
+            late = late ^ (late >> np.uint32(2))
+            late ^= late << np.uint32(1)
+            word = words[first + _DELAY - 1]
+            for i in range(_DELAY):
+                word = np.bitwise_xor(word ^ (word << _FOUR), late[i], out=words[first + _DELAY + i])
+        counters = np.arange(1, steps + 1, dtype=np.uint32)[:, None, None] * _WEYL + self.state[_DELAY, :partitions]
+        self.state[:_DELAY, :partitions] = words[steps : steps + _DELAY]
+        self.state[_DELAY, :partitions] = counters[-1]
+        numbers = words[_DELAY : _DELAY + steps] + counters
         in_turn: Words = numbers.transpose(1, 0, 2).reshape(partitions, -1)[:, :elements]
         return in_turn
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from ..dtypes import as_float32, bfloat16, uint16, uint32
@@ -109,15 +110,17 @@ def nc_match_replace8(
 
 def _match(values: torch.Tensor, wanted: torch.Tensor, columns: Iterable[int]) -> torch.Tensor:
     """For each column of `wanted`, in turn, its first position in `values` that no other column took; -1 if none."""
-    remaining = values.clone()
-    places = torch.empty(wanted.shape, dtype=torch.int64)
+    # NumPy finds the first True of a row much faster than torch does.
+    remaining, targets = values.numpy().copy(), wanted.numpy()
+    rows = np.arange(remaining.shape[0])
+    places = np.empty(targets.shape, np.int64)
     for column in columns:
-        hits = remaining == wanted[:, column : column + 1]
-        found, place = hits.to(torch.uint8).max(1, keepdim=True)
-        taken = torch.where(found > 0, float("nan"), remaining.gather(1, place))
-        remaining.scatter_(1, place, taken)
-        places[:, column : column + 1] = torch.where(found > 0, place, -1)
-    return places
+        place = (remaining == targets[:, column : column + 1]).argmax(1)
+        candidate = remaining[rows, place]
+        found = candidate == targets[:, column]
+        remaining[rows, place] = np.where(found, np.nan, candidate)
+        places[:, column] = np.where(found, place, -1)
+    return torch.from_numpy(places)
 
 
 @instruction(

@@ -15,10 +15,10 @@ from ..enums import engine, nc_version
 from ..enums import reduce_cmd as ReduceCmd
 from ..instruction import Call, instruction
 from ..operand_checks import require_number
-from ..ops import Operator, as_operator, equal, greater, greater_equal, less, less_equal, maximum
+from ..ops import as_operator, maximum, not_equal
 from ..tensor import NkiTensor
 from .accumulators import accumulate, check_command
-from .alu import column, constant, flat
+from .alu import COMPARISONS, column, constant, flat
 
 FP32_MIN = float(np.finfo(np.float32).min)
 _FLOATS = tuple(dtype for dtype in ALL if dtype.is_float)
@@ -103,15 +103,6 @@ def select_reduce(
     accumulate(call, reduce_cmd, maximum, result, reduce_res)
 
 
-_COMPARISONS: dict[Operator, Any] = {
-    equal: torch.eq,
-    less: torch.lt,
-    less_equal: torch.le,
-    greater: torch.gt,
-    greater_equal: torch.ge,
-}
-
-
 @instruction(
     engine=engine.vector,
     reads=("on_true_tile", "bound0", "bound1"),
@@ -152,7 +143,7 @@ def range_select(
     call.require_target(nc_version.gen3, "range_select")
     first, second = as_operator(comp_op0), as_operator(comp_op1)
     for operator in (first, second):
-        if operator not in _COMPARISONS:
+        if operator not in COMPARISONS or operator is not_equal:
             call.fail("operator", f"{operator!r}, expected equal, less, less_equal, greater or greater_equal")
     for label, bound in (("bound0", bound0), ("bound1", bound1)):
         if not isinstance(bound, NkiTensor):
@@ -175,8 +166,8 @@ def range_select(
     result = None
     if call.core.computes:
         index = torch.arange(range_start, range_start + elements, dtype=torch.float32)
-        low = _COMPARISONS[first](index, bound0.f32().reshape(-1, 1))
-        high = _COMPARISONS[second](index, bound1.f32().reshape(-1, 1))
+        low = COMPARISONS[first](index, bound0.f32().reshape(-1, 1))
+        high = COMPARISONS[second](index, bound1.f32().reshape(-1, 1))
         result = torch.where(low.logical_and_(high), flat(on_true_tile), FP32_MIN)
         dst.put(result)
     accumulate(call, reduce_cmd, maximum, result, reduce_res)

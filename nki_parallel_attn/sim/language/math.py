@@ -15,6 +15,7 @@ import torch
 from ..core import current_core, fail
 from ..dtypes import float32
 from ..enums import MemoryRegion, engine
+from ..isa import vector
 from ..isa.scalar import activation
 from ..isa.vector import tensor_reduce, tensor_scalar, tensor_tensor
 from ..ops import (
@@ -64,6 +65,8 @@ def _unary(operator: Operator, x: Tile, dtype: Any) -> Tile:
         activation(dst=result, op=operator, data=x)
     elif operator is rsqrt:
         tensor_scalar(dst=result, data=x, op0=rsqrt, operand0=0.0, engine=engine.gpsimd)
+    elif operator is reciprocal:
+        vector.reciprocal(dst=result, data=x)
     else:
         tensor_scalar(dst=result, data=x, op0=operator, operand0=None)
     return result
