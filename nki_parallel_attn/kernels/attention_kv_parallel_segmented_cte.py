@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nki_parallel_attn.kernels.merge_partials import leave_empty, merge, normalise
+from nki_parallel_attn.kernels.merge_partials import Pieces, leave_empty, merge, merge_weights, normalise
 from nki_parallel_attn.kernels.online_softmax import Partial, Pipeline, Unit
 from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS, PagedKV
 from nki_parallel_attn.kernels.tile_transposes import Transposer
@@ -26,6 +26,9 @@ from nki_parallel_attn.nki import ncc, nisa, nki, nl
 QUERY_BYTES = 16 * 1024
 ACCUMULATOR_BYTES = 36 * 1024
 LEAST_SCALE = 1e-6
+# Pieces of element-wise work between two units; units after which the next exchange's Q is sent.
+PIECES_PER_UNIT = 3
+UNITS_BEFORE_GATHER = 6
 
 
 @nki.jit  # type: ignore[untyped-decorator]
@@ -81,16 +84,33 @@ def attention_kv_parallel_segmented_cte(
     )
     masks = SlotMasks(layout, call.rows, offset_fp32[: call.rows, :])
     call.pipeline = Pipeline(call.rows, layout.tile, call.dim, q.dtype, call.score_scale, call.transposer, masks)
-    exchanges = [Exchange(call, start) for start in reversed(range(0, call.tiles, call.exchange_tiles))]
+    exchanges = [Exchange(call, start, stop) for start, stop in exchange_bounds(call.tiles, call.exchange_tiles)]
+    for exchange in exchanges[:2]:
+        exchange.load_own()
     exchanges[0].gather()
     for i in range(len(exchanges)):
-        if i + 1 < len(exchanges):
-            exchanges[i + 1].gather()
-        exchanges[i].attend()
+        if i + 2 < len(exchanges):
+            exchanges[i + 2].load_own()
+        exchanges[i].attend(exchanges[i + 1] if i + 1 < len(exchanges) else None)
     call.complete_pending()
     for exchange in call.unmerged:
         exchange.merge()
+    call.pieces.drain()
     return call.out
+
+
+def exchange_bounds(tiles: int, size: int) -> list[tuple[int, int]]:
+    """First and last tile (exclusive) of each exchange, last rows first.
+
+    The first and the last exchange of many are small: nothing runs while the one is gathered and the other merged.
+    """
+    small = -(-size // 4) if tiles >= 3 * size else size
+    stops = [tiles]
+    while stops[-1] > 0:
+        left = stops[-1]
+        step = small if left == tiles or left <= size else min(size, left - small)
+        stops.append(left - min(step, left))
+    return [(stops[i + 1], stops[i]) for i in range(len(stops) - 1)]
 
 
 def local_offset(kvp_q_offset: Any, kvp_rank_id: Any, block_size: int) -> Any:
@@ -113,7 +133,7 @@ class Call(nl.NKIObject):  # type: ignore[misc]
     Attributes:
         rows: of a tile of queries; tiles: of the call; exchange_tiles: of one exchange.
         heads: of the group; own_heads: of this rank.
-        factor: multiplied into Q, 1 or -1 but for a scale close to 0; score_scale > 0: into the scores.
+        factor: multiplied into Q, exactly; score_scale: into the scores, in (0, 1].
         staging: memory of what collectives exchange.
         pending: the exchange whose units may still be in the pipeline; unmerged: those whose partials are on their way.
     """
@@ -146,26 +166,33 @@ class Call(nl.NKIObject):  # type: ignore[misc]
             ACCUMULATOR_BYTES // (self.heads * (self.dim + EXTRA_COLUMNS) * 4),
         )
         self.exchange_tiles = max(self.cores, min(seg_size // self.rows, fit * self.cores))
-        # A scale close to 0 would make a masked score visible.
-        self.factor = float((scale > 0) - (scale < 0)) if abs(scale) >= LEAST_SCALE else scale
-        self.score_scale = abs(scale) if abs(scale) >= LEAST_SCALE else 1.0
+        # Masked scores are the smallest float32: close to 0 the scale would make them visible, above 1 infinite. Powers
+        # of 2 multiply into Q without rounding.
+        self.factor, self.score_scale = scale, 1.0
+        if abs(scale) >= LEAST_SCALE:
+            self.factor = 1.0 if scale > 0 else -1.0
+            self.score_scale = abs(scale)
+            while self.score_scale > 1:
+                self.factor, self.score_scale = self.factor * 2, self.score_scale / 2
         shape = (self.own_heads, self.dim, length) if tp_out else (self.own_heads, length, self.dim)
         self.out = nl.ndarray(shape, dtype=q.dtype, buffer=nl.shared_hbm)
         self.v_scale = None  # type: Any
         self.kv = None  # type: Any
         self.pipeline = None  # type: Any
+        self.pieces = Pieces()
         self.pending = None  # type: Any
         self.unmerged = []  # type: list[Any]
 
     def complete_pending(self) -> None:
         """Exchange what is pending, draining the pipeline if it must be."""
-        if self.pending is not None and self.pending.unfinished:
+        if self.pending is not None and not self.pending.normalised:
             self.pipeline.flush()
+            self.pieces.drain()
         self.exchange_pending()
 
     def exchange_pending(self) -> None:
         """Exchange what is pending once all its units are done. The cores do so at the same place among collectives."""
-        if self.pending is not None and not self.pending.unfinished:
+        if self.pending is not None and self.pending.normalised:
             pending, self.pending = self.pending, None
             pending.exchange()
 
@@ -179,9 +206,9 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         mine: this core's tiles, as tile numbers of the call; place: where they begin in staging buffers.
     """
 
-    def __init__(self, call: Call, start: int) -> None:
+    def __init__(self, call: Call, start: int, stop: int) -> None:
         self.call = call
-        self.tiles = min(call.exchange_tiles, call.tiles - start)
+        self.tiles = stop - start
         self.mine = list(range(start + call.core, start + self.tiles, call.cores))
         self.place = 0 if call.core == 0 else -(-self.tiles // call.cores)
         self.q = None  # type: Any
@@ -189,6 +216,10 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         self.outs = None  # type: Any
         self.lses = None  # type: Any
         self.unfinished = len(self.mine)
+        self.normalised = not self.mine
+        self.own = None  # type: Any
+        self.parts = None  # type: Any
+        self.merged = [None] * call.own_heads  # type: list[Any]
         self.received = None  # type: Any
         self.received_lses = None  # type: Any
 
@@ -201,7 +232,23 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
 
     # 1. All-gather of Q, [heads, D, tiles, rows].
 
+    def load_own(self) -> None:
+        """Read this core's tiles of own Q, [rows, own heads, tiles, D]."""
+        call = self.call
+        count = len(self.mine)
+        if not count:
+            return
+        self.own = nl.ndarray((call.rows, call.own_heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
+        tiled = call.q.reshape_dim(1, (call.tiles, call.rows))
+        for head in range(call.own_heads):
+            nisa.dma_copy(dst=self.own[:, head, :, :], src=tiled[head, self.my_tiles(), :, :].permute((1, 0, 2)))
+
+    def my_tiles(self) -> Any:
+        """This core's tiles in the call's tensors."""
+        return slice(self.mine[0], self.mine[-1] + 1, self.call.cores)
+
     def gather(self) -> None:
+        """Transpose and send."""
         call = self.call
         own = self.staged((call.own_heads, call.dim, self.tiles, call.rows), call.q.dtype)
         if self.mine:
@@ -218,17 +265,12 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         call = self.call
         count = len(self.mine)
         result = nl.ndarray((call.dim, call.own_heads, count, call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
-        stored = nl.ndarray((call.rows, call.own_heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
-        tiled = call.q.reshape_dim(1, (call.tiles, call.rows))
-        tiles = slice(self.mine[0], self.mine[-1] + 1, call.cores)
-        for head in range(call.own_heads):
-            nisa.dma_copy(dst=stored[:, head, :, :], src=tiled[head, tiles, :, :].permute((1, 0, 2)))
         batch = call.transposer.batch(call.rows)
         for head in range(call.own_heads):
             for start in range(0, count, batch):
                 stop = min(start + batch, count)
                 target = result[:, head, start:stop, :].flatten_dims(1, 2)
-                call.transposer.transpose([stored[:, head, t, :] for t in range(start, stop)], target)
+                call.transposer.transpose([self.own[:, head, t, :] for t in range(start, stop)], target)
         if call.factor != 1.0:
             nisa.tensor_scalar(dst=result, data=result, op0=nl.multiply, operand0=call.factor)
         return result
@@ -240,17 +282,25 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
 
     # 2. Attention of all heads.
 
-    def attend(self) -> None:
-        """Push every unit of this core's tiles."""
+    def attend(self, following: Any) -> None:
+        """Push every unit of this core's tiles; meanwhile gather the following exchange's Q."""
         call = self.call
         count = len(self.mine)
         self.outs = self.staged((call.heads, call.rows, self.tiles, call.dim), call.q.dtype)
         self.lses = self.staged((call.group_size, call.rows, self.tiles, call.own_heads), nl.float32)
+        self.following = following
         if count:
             self.push_all()
+        self.gather_following()
         # What was pending has had the time of this exchange's units at least.
         call.complete_pending()
         call.pending = self
+
+    def gather_following(self) -> None:
+        """Once."""
+        if self.following is not None:
+            following, self.following = self.following, None
+            following.gather()
 
     def load_queries(self) -> Any:
         """[D, heads, tiles, rows] of this core's tiles."""
@@ -265,7 +315,7 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         count = len(self.mine)
         q = self.load_queries()
         self.partial = Partial(call.rows, count, call.heads, call.dim)
-        self.normalised = nl.ndarray((call.rows, call.heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
+        self.parts = nl.ndarray((call.rows, call.heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
         self.log_sums = nl.ndarray((call.rows, count, call.heads), dtype=nl.float32, buffer=nl.sbuf)
         per_kv_head = call.heads // kv.kv_heads
         items = []  # type: list[Any]
@@ -286,6 +336,7 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
                 seen.append([item, visible])
         for t in range(len(self.mine)):
             if lasts[t] < 0:
+                leave_empty(self.partial, t)
                 self.finish(t)
         step = call.pipeline.unit_tiles
         for i in range(len(seen)):
@@ -295,27 +346,32 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
             segment = kv.segment(kv_head, number)
             for start in range(0, len(visible), step):
                 part = visible[start : start + step]
-                masks = [
-                    None if layout.seen_whole(tile, row, call.rows) else call.pipeline.masks.bias(row, tile)
-                    for tile in part
-                ]
-                unit = Unit(q[:, head, t, :], self.partial, t, head, segment, part[0] - segment.first, masks)
+                bounds = call.pipeline.masks.bounds(row, part)
+                unit = Unit(q[:, head, t, :], self.partial, t, head, segment, part[0] - segment.first, len(part), bounds)
                 unit.opens = start == 0
                 unit.closes = start + step >= len(visible)
                 if unit.closes and i == lasts[t]:
                     unit.completes = self
                 call.pipeline.push(unit)
-                call.exchange_pending()
+                call.pieces.issue(PIECES_PER_UNIT)
+                if i >= UNITS_BEFORE_GATHER:
+                    self.gather_following()
+                    call.exchange_pending()
 
     def finish(self, t: int) -> None:
-        """Normalise a tile."""
+        """A tile is complete; after the last one, normalise."""
         call = self.call
-        out, lse = self.normalised[:, :, t, :], self.log_sums[:, t, :]
-        if self.partial.segments[t][0]:
-            normalise(self.partial, t, out, lse, call.v_scale)
-        else:
-            leave_empty(out, lse)
         self.unfinished -= 1
+        if not self.unfinished:
+            normalise(self.partial, self.parts, self.log_sums, call.v_scale, call.pieces)
+            call.pieces.then(self, -1)
+
+    def pieces_done(self, head: int) -> None:
+        """Head `head` is merged; -1: all are normalised."""
+        if head < 0:
+            self.normalised = True
+        else:
+            self.store(head, self.merged[head])
 
     # 3. All-to-all of outputs, [heads, rows, tiles, D], and log-sum-exps, [group, rows, tiles, own heads].
 
@@ -323,7 +379,7 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         """Send each rank its heads; then merge the exchange before, which has arrived by now."""
         call = self.call
         if self.mine:
-            nisa.dma_copy(dst=self.outs[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.normalised)
+            nisa.dma_copy(dst=self.outs[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.parts)
             for rank in range(call.group_size):
                 heads = nl.ds(rank * call.own_heads, call.own_heads)
                 nisa.dma_copy(dst=self.lses[rank, :, self.places(), :], src=self.log_sums[:, :, heads])
@@ -349,22 +405,22 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
             return
         lses = nl.ndarray((call.rows, call.group_size, count, call.own_heads), dtype=nl.float32, buffer=nl.sbuf)
         nisa.dma_copy(dst=lses, src=self.received_lses[:, :, self.places(), :].permute((1, 0, 2, 3)))
+        weights = merge_weights(lses.flatten_dims(2, 3)).reshape(lses.shape)
         parts_of = self.received.reshape_dim(0, (call.group_size, call.own_heads))
         for head in range(call.own_heads):
             parts = nl.ndarray((call.rows, call.group_size, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
             nisa.dma_copy(dst=parts, src=parts_of[:, head, :, self.places(), :].permute((1, 0, 2, 3)))
-            merged = nl.ndarray((call.rows, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
-            merge(parts, lses[:, :, :, head], merged)
-            self.store(head, merged)
+            self.merged[head] = nl.ndarray((call.rows, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
+            merge(parts, weights[:, :, :, head], self.merged[head], call.pieces)
+            call.pieces.then(self, head)
 
     def store(self, head: int, merged: Any) -> None:
         """Write [rows, tiles, D] to the result."""
         call = self.call
         count = len(self.mine)
-        tiles = slice(self.mine[0], self.mine[-1] + 1, call.cores)
         if not call.tp_out:
             rows_of = call.out.reshape_dim(1, (call.tiles, call.rows))
-            nisa.dma_copy(dst=rows_of[head, tiles, :, :].permute((1, 0, 2)), src=merged)
+            nisa.dma_copy(dst=rows_of[head, self.my_tiles(), :, :].permute((1, 0, 2)), src=merged)
             return
         turned = nl.ndarray((call.dim, count, call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
         batch = call.transposer.batch(call.rows)
@@ -373,4 +429,4 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
             target = turned[:, start:stop, :].flatten_dims(1, 2)
             call.transposer.transpose([merged[:, t, :] for t in range(start, stop)], target)
         columns_of = call.out.reshape_dim(2, (call.tiles, call.rows))
-        nisa.dma_copy(dst=columns_of[head, :, tiles, :], src=turned)
+        nisa.dma_copy(dst=columns_of[head, :, self.my_tiles(), :], src=turned)

@@ -3,7 +3,7 @@
 A unit is one head's tile of queries against up to 1024 slots. Its three stages are issued two units apart, so that
 every engine finds work in program order:
 
-    scores   Tensor: Q.K^T into PSUM, masks added;  Vector: row maxima;  GpSimd: -scale*max
+    scores   Tensor: Q.K^T into PSUM;  Vector: masks and row maxima in one pass;  GpSimd: -scale*max
     weights  Scalar: exp(scale*s - scale*max) from PSUM to SBUF
     values   Tensor: transposes of the weights;  Vector, Scalar: their copies to SBUF;  Tensor: products with V
 
@@ -50,15 +50,15 @@ class Unit(nl.NKIObject):  # type: ignore[misc]
     Attributes:
         q: [D, rows], the queries transposed.
         partial, tile, head: where the result goes.
-        segment: keys and values; first, tiles: the slot tiles, counted from the segment's first.
-        masks: a bias or None for each slot tile.
+        segment: keys and values; first: of `tiles` slot tiles, counted from the segment's first.
+        bounds: what the queries see of them, None for all.
         opens, closes: first and last unit of this tile and head in the segment.
         completes: whose finish(tile) to call after it, or None.
         continues: the rows have seen an earlier segment.
     """
 
     def __init__(
-        self, q: Any, partial: Partial, tile: int, head: int, segment: Segment, first: int, masks: list[Any]
+        self, q: Any, partial: Partial, tile: int, head: int, segment: Segment, first: int, tiles: int, bounds: Any
     ) -> None:
         self.q = q
         self.partial = partial
@@ -66,7 +66,8 @@ class Unit(nl.NKIObject):  # type: ignore[misc]
         self.head = head
         self.segment = segment
         self.first = first
-        self.masks = masks
+        self.tiles = tiles
+        self.bounds = bounds
         self.opens = False
         self.closes = False
         self.continues = False
@@ -106,7 +107,6 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         self.maxima = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
         self.rescales = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
         self.parts = [nl.ndarray((rows, self.width), dtype=nl.float32, buffer=nl.sbuf) for _ in range(2)]
-        self.identity = nl.shared_identity_matrix(rows, dtype=nl.bfloat16)
         self.negated_scale = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=self.negated_scale, value=-scale)
         self.waiting = []  # type: list[Unit]
@@ -142,31 +142,36 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         scores = self.score_buffers[number % SCORE_BUFFERS]
         unit.scores = scores
         unit.weights = self.weight_buffers[number % 3]
-        tiles = len(unit.masks)
+        tiles = unit.tiles
         for start in range(0, tiles, self.bank_tiles):
             stop = min(start + self.bank_tiles, tiles)
             keys = unit.segment.k[:, (unit.first + start) * slots : (unit.first + stop) * slots]
             nisa.nc_matmul(
                 dst=scores[:, start * slots : stop * slots], stationary=unit.q, moving=keys, accumulate=False
             )
-            for t in range(start, stop):
-                if unit.masks[t] is not None:
-                    nisa.nc_matmul(
-                        dst=scores[:, t * slots : (t + 1) * slots],
-                        stationary=self.identity,
-                        moving=unit.masks[t],
-                        accumulate=True,
-                    )
         column = number % COLUMN_RING
         unit.maximum = self.maxima[:, column : column + 1]
         unit.rescale = self.rescales[:, column : column + 1]
-        nisa.tensor_reduce(dst=unit.maximum, op=nl.maximum, data=scores[:, : tiles * slots], axis=1)
+        seen = scores[:, : tiles * slots]
+        if unit.bounds is None:
+            nisa.tensor_reduce(dst=unit.maximum, op=nl.maximum, data=seen, axis=1)
+        else:
+            nisa.range_select(
+                dst=seen,
+                on_true_tile=seen,
+                comp_op0=nl.greater_equal,
+                comp_op1=nl.less,
+                bound0=unit.bounds.first,
+                bound1=unit.bounds.stop,
+                range_start=unit.bounds.start,
+                reduce_res=unit.maximum,
+            )
         if not unit.opens:
             gpsimd(unit.maximum, unit.maximum, self.open_unit.maximum, nl.maximum)
         self.open_unit = unit
-        seen = unit.partial.segments[unit.tile][unit.head]
-        unit.continues = seen > 0
-        unit.shift = unit.partial.shift[:, unit.tile, seen % 2, unit.head : unit.head + 1]
+        segments = unit.partial.segments[unit.tile][unit.head]
+        unit.continues = segments > 0
+        unit.shift = unit.partial.shift[:, unit.tile, segments % 2, unit.head : unit.head + 1]
         if unit.closes:
             self.settle(unit)
 
@@ -185,7 +190,7 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
     # Stage 2.
 
     def weigh(self, unit: Unit) -> None:
-        columns = len(unit.masks) * self.slots
+        columns = unit.tiles * self.slots
         for start in range(0, columns, BANK):
             stop = min(start + BANK, columns)
             nisa.activation(
@@ -200,7 +205,7 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
 
     def apply(self, unit: Unit) -> None:
         slots = self.slots
-        tiles = len(unit.masks)
+        tiles = unit.tiles
         for start in range(0, tiles, self.batch):
             count = min(self.batch, tiles - start)
             transposed = self.transposed[self.batches % 3]
@@ -224,7 +229,7 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
                 moving=unit.segment.v[:, unit.first + start + t, :],
                 accumulate=not (unit.opens and start + t == 0),
             )
-        if start + count == len(unit.masks) and unit.closes:
+        if start + count == unit.tiles and unit.closes:
             self.collect(unit, product)
             self.items += 1
             if unit.completes is not None:

@@ -1,8 +1,8 @@
 """Which tiles of local KV slots a tile of queries sees: at compile time where positions are known, else by masks.
 
 All ranks run one program, so what differs between ranks is known at run time only. A tile of slots is, for a tile of
-queries, hidden on every rank (skipped), seen whole by every query on every rank (not masked), or masked by a bias that
-the device computes from this rank's offset.
+queries, hidden on every rank (skipped), seen whole by every query on every rank (not masked), or masked by bounds that
+the device computes from this rank's offset: what a query sees of consecutive slots is one range of them.
 
 Positions: local slot s of rank r holds position (s // b)*R*b + s % b + r*b, b the block size. Contiguous shards are
 R = 1 with the rank in the offset.
@@ -14,10 +14,8 @@ from typing import Any
 
 from nki_parallel_attn.nki import nisa, nl
 
-# Added to the scores of invisible keys: absorbs any score, and exp() of it is 0. bfloat16 holds it.
-MASKED = -1.0e30
-# Biases kept in SBUF; the same ones come back for every head and along the diagonal.
-MAX_BIASES = 32
+# Counts kept in SBUF; the same ones come back for every head and along the diagonal.
+MAX_COUNTS = 512
 
 
 def slot_tile_size(block_size: int) -> int:
@@ -90,10 +88,25 @@ class SlotLayout(nl.NKIObject):  # type: ignore[misc]
         return self.window == 0 or self.first_position(tile) > first + rows - 1 - self.window
 
 
-class SlotMasks(nl.NKIObject):  # type: ignore[misc]
-    """Biases [rows, slots] of a tile of queries against a tile of slots: 0 where visible on this rank, else MASKED.
+class Bounds(nl.NKIObject):  # type: ignore[misc]
+    """What queries see of the slots of a unit: index i + start of slot i with first <= index < stop.
 
-    They depend on the distance of the two tiles only.
+    Attributes:
+        first, stop: float32 [rows, 1].
+        start: number known at compile time.
+    """
+
+    def __init__(self, first: Any, stop: Any, start: int) -> None:
+        self.first = first
+        self.stop = stop
+        self.start = start
+
+
+class SlotMasks(nl.NKIObject):  # type: ignore[misc]
+    """Bounds of what a tile of queries sees of consecutive slot tiles on this rank.
+
+    They are sums of counts, for each slot tile that is not seen whole: how many of its slots are at or before a query,
+    and how many are left of its window. These depend on the distance of the two tiles only.
     """
 
     def __init__(self, layout: SlotLayout, rows: int, q_offset: Any) -> None:
@@ -107,32 +120,52 @@ class SlotMasks(nl.NKIObject):  # type: ignore[misc]
         nisa.iota(dst=steps, pattern=pattern, offset=0, channel_multiplier=-1)
         self.ahead = nl.ndarray((rows, layout.tile), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=self.ahead, data=steps, op0=nl.subtract, operand0=q_offset)
-        self.biases = {}  # type: dict[str, Any]
+        self.lowest = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=self.lowest, value=-1.0e6)
+        self.counts = {}  # type: dict[str, Any]
         self.order = []  # type: list[str]
 
-    def bias(self, row: int, tile: int) -> Any:
-        """bfloat16 [rows, slots] for queries from `row` on and a tile of slots."""
-        distance = row - self.layout.first_position(tile)
+    def bounds(self, row: int, tiles: list[int]) -> Any:
+        """Bounds for queries from `row` on and consecutive slot tiles; None where they are all seen whole."""
+        layout = self.layout
+        masked = [tile for tile in tiles if not layout.seen_whole(tile, row, self.rows)]
+        if not masked:
+            return None
+        distances = [row - layout.first_position(tile) for tile in masked]
+        whole = (len(tiles) - len(masked)) * layout.tile
+        first = self.lowest
+        if layout.window:
+            # The slots seen whole come after those left of the window.
+            first = self.total([distance - layout.window for distance in distances], -whole)
+        return Bounds(first, self.total(distances, 0), -whole)
+
+    def total(self, distances: list[int], extra: int) -> Any:
+        """float32 [rows, 1]: sum of the counts at these distances, and `extra`."""
+        key = str(distances) + str(extra)
+        if len(distances) == 1 and not extra:
+            return self.count(distances[0])
+        if key not in self.counts:
+            total = nl.ndarray((self.rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_scalar(dst=total, data=self.count(distances[0]), op0=nl.add, operand0=float(extra))
+            for distance in distances[1:]:
+                nisa.tensor_tensor(dst=total, data1=total, data2=self.count(distance), op=nl.add)
+            self.keep(key, total)
+        return self.counts[key]
+
+    def count(self, distance: int) -> Any:
+        """float32 [rows, 1]: slots of a tile at most `distance` ahead of the tile of queries."""
         key = str(distance)
-        if key in self.biases:
-            return self.biases[key]
-        if len(self.order) == MAX_BIASES:
-            self.biases.pop(self.order.pop(0))
-        bias = nl.ndarray((self.rows, self.layout.tile), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=bias, data=self.ahead, op0=nl.greater, operand0=float(distance), op1=nl.multiply, operand1=MASKED
-        )
-        if self.layout.window:
-            left = nl.ndarray((self.rows, self.layout.tile), dtype=nl.bfloat16, buffer=nl.sbuf)
-            nisa.tensor_scalar(
-                dst=left,
-                data=self.ahead,
-                op0=nl.less_equal,
-                operand0=float(distance - self.layout.window),
-                op1=nl.multiply,
-                operand1=MASKED,
-            )
-            nisa.tensor_tensor(dst=bias, data1=bias, data2=left, op=nl.add)
-        self.biases[key] = bias
+        if key not in self.counts:
+            seen = nl.ndarray((self.rows, self.layout.tile), dtype=nl.bfloat16, buffer=nl.sbuf)
+            nisa.tensor_scalar(dst=seen, data=self.ahead, op0=nl.less_equal, operand0=float(distance))
+            count = nl.ndarray((self.rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_reduce(dst=count, op=nl.add, data=seen, axis=1)
+            self.keep(key, count)
+        return self.counts[key]
+
+    def keep(self, key: str, value: Any) -> None:
+        """Remember a column; forget the oldest when there are many."""
+        if len(self.order) == MAX_COUNTS:
+            self.counts.pop(self.order.pop(0))
+        self.counts[key] = value
         self.order.append(key)
-        return bias
