@@ -6,10 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nki_parallel_attn.ops.attention_block_tkg import attention_block_tkg
     from nki_parallel_attn.ops.attention_const_max import attention_const_max, softmax_max_from_qk_norm
     from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
     from nki_parallel_attn.plan import ShardingPlan
     from nki_parallel_attn.sim.replica_group import ReplicaGroup
+    from nki_parallel_attn.topology.gen_mask_tkg import gen_mask_tkg
     from nki_parallel_attn.topology.kv_layout import Contiguous, Interleaved, RoundRobin
     from nki_parallel_attn.topology.types import (
         AttentionLayout,
@@ -42,10 +44,12 @@ __all__ = [
 # Names are imported when they are first used: the simulator and the pytest plugin live in this package too, and whoever
 # imports only those should not wait for the rest.
 _HOMES = {
+    "ops.attention_block_tkg": ("attention_block_tkg",),
     "ops.attention_const_max": ("attention_const_max", "softmax_max_from_qk_norm"),
     "ops.attention_kv_parallel_segmented_cte": ("attention_kv_parallel_segmented_cte",),
     "plan": ("ShardingPlan",),
     "sim.replica_group": ("ReplicaGroup",),
+    "topology.gen_mask_tkg": ("gen_mask_tkg",),
     "topology.kv_layout": ("Contiguous", "Interleaved", "RoundRobin"),
     "topology.types": (
         "AttentionLayout",

@@ -32,3 +32,8 @@ def attention_const_max(
 
     out: Tensor = const_max[lnc](q_hbm, k_hbm, v_hbm, softmax_max, softmax_scale, q_layout, k_layout)
     return out
+
+
+def attention_block_tkg(*_: object, **__: object) -> tuple[Tensor, Tensor, Tensor]:
+    require_nki()
+    raise UnsupportedFeatureError("attention_block_tkg has no NKI kernel yet; use backend='torch'")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.distributed as dist
 from torch import Tensor
 
 from nki_parallel_attn.backends.process_groups import process_group_for
+from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
+from nki_parallel_attn.kernels.attention_block_tkg_torch import Output
+from nki_parallel_attn.kernels.attention_block_tkg_torch import attention_block_tkg as decode
 from nki_parallel_attn.kernels.attention_const_max_torch import attention_const_max as const_max
 from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import (
     PrefillCall,
@@ -15,6 +20,7 @@ from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import 
 )
 from nki_parallel_attn.kernels.collectives_torch import exchange_for
 from nki_parallel_attn.kernels.paged_kv_torch import contiguous_slots, round_robin_slots
+from nki_parallel_attn.topology.platforms import platform_for
 from nki_parallel_attn.topology.types import AttentionLayout
 
 
@@ -75,3 +81,24 @@ def attention_const_max(
     )
     top = softmax_max[0, 0] if isinstance(softmax_max, Tensor) else softmax_max
     return const_max(q, k, v_hbm, top, softmax_scale)
+
+
+def attention_block_tkg(
+    args: BlockArguments,
+    sizes: BlockSizes,
+    *,
+    kvdp_ranks: tuple[int, ...],
+    cp_ranks: tuple[int, ...],
+    KVDP_group: dist.ProcessGroup | None,
+    CP_group: dist.ProcessGroup | None,
+) -> tuple[Output, Tensor, Tensor]:
+    """Checked arguments; the ranks are this rank's lists, alone where the degree is 1."""
+    kvdp_exchange = cp_exchange = None
+    if sizes.kvdp > 1:
+        kvdp_exchange = exchange_for(KVDP_group or process_group_for(kvdp_ranks), args.X.device)
+        if args.KVDP_collective_mode is None:
+            platform = platform_for(args.target, dist.get_world_size(), args.lnc)
+            args = replace(args, KVDP_collective_mode=platform.kvdp_collective_modes(sizes.kvdp, args.lnc)[0])
+    if sizes.cp > 1:
+        cp_exchange = exchange_for(CP_group or process_group_for(cp_ranks), args.X.device)
+    return decode(args, sizes, kvdp_exchange, cp_exchange)

@@ -1,0 +1,94 @@
+"""The projections around decoding attention: X in and its RMSNorm, QKV, and the output projection with its layouts.
+
+Norms are computed in float32 (float64 for float64 inputs) and rounded to X's dtype; so are the projections' results.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
+from nki_parallel_attn.kernels.online_softmax_torch import stat_dtype
+
+PARTITIONS = 128
+DEFAULT_RMSNORM_X_EPS = 1e-3
+
+
+def rms_norm(x: Tensor, gamma: Tensor | None, eps: float, width: int | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * gamma over the last dim, in x's dtype.
+
+    Args:
+        gamma: [1, n] or None for ones.
+        width: what the sum of squares is divided by, when channels of the last dim are padding.
+    """
+    mean = x.square().sum(-1, keepdim=True) / (width or x.shape[-1])
+    normed = x * torch.rsqrt(mean + eps)
+    return normed if gamma is None else normed * gamma.to(x.dtype)
+
+
+def hidden_states(args: BlockArguments, sizes: BlockSizes) -> Tensor:
+    """X as [B*S_tkg, H] in the order of W_qkv's rows, normalised if asked, padding channels zero."""
+    x, gamma = args.X, args.rmsnorm_X_gamma
+    x = from_transposed(x) if args.transposed_in else x.reshape(-1, sizes.hidden)
+    if args.is_h_transposed_by_4:
+        x = undo_transpose_by_4(x)
+        gamma = None if gamma is None else undo_transpose_by_4(gamma)
+    actual = args.X_hidden_dim_actual or sizes.hidden
+    if actual < sizes.hidden:
+        x = torch.nn.functional.pad(x[:, :actual], (0, sizes.hidden - actual))
+    if not args.rmsnorm_X_enabled:
+        return x
+    eps = DEFAULT_RMSNORM_X_EPS if args.rmsnorm_X_eps is None else args.rmsnorm_X_eps
+    x = rms_norm(x.to(stat_dtype(args.X.dtype)), gamma, eps, actual).to(args.X.dtype)
+    if actual < sizes.hidden:
+        x[:, actual:] = 0  # whatever gamma holds there
+    return x
+
+
+def project_qkv(hidden: Tensor, args: BlockArguments, sizes: BlockSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Q [B, q_heads, S_tkg, d], K and V [B, kv_heads, S_tkg, d], in hidden's dtype."""
+    qkv = affine(hidden, args.W_qkv, args.bias_qkv)
+    heads = qkv.view(sizes.batch, sizes.tokens, -1, sizes.head_dim).transpose(1, 2)
+    q, k, v = torch.split(heads, [sizes.q_heads, sizes.kv_heads, sizes.kv_heads], 1)
+    return q, k, v
+
+
+def project_out(attention: Tensor, args: BlockArguments, sizes: BlockSizes) -> Tensor | tuple[Tensor, ...]:
+    """[B, q_heads, S_tkg, d] to the page's output: projected if W_out is given, in the layout asked for."""
+    if args.W_out is None:
+        if args.out_in_sb:
+            return attention.permute(3, 0, 1, 2).reshape(sizes.head_dim, -1)
+        return attention.transpose(2, 3).contiguous()
+    flat = attention.transpose(1, 2).reshape(sizes.batch * sizes.tokens, -1)
+    out = affine(flat, args.W_out, args.bias_out)
+    if args.transposed_out:
+        transposed = to_transposed(out, args.lnc)
+        if not args.out_in_sb:
+            return transposed
+        cores: tuple[Tensor, ...] = transposed.unbind(1)
+    else:
+        if not args.out_in_sb:
+            return out
+        cores = out.chunk(args.lnc, 1)
+    return cores[0] if args.lnc == 1 else tuple(core.contiguous() for core in cores)
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight + bias, accumulated in float32 and rounded once to x's dtype."""
+    return x @ weight if bias is None else torch.addmm(bias.to(x.dtype), x, weight)
+
+
+def from_transposed(x: Tensor) -> Tensor:
+    """[128, lnc, H/lnc/128, T] to [T, H]: element [p, c, j, t] is channel c*(H/lnc) + p*(H/lnc/128) + j of token t."""
+    return x.permute(3, 1, 0, 2).flatten(1)
+
+
+def to_transposed(x: Tensor, lnc: int) -> Tensor:
+    """The inverse of `from_transposed`."""
+    return x.view(len(x), lnc, PARTITIONS, -1).permute(2, 1, 3, 0).contiguous()
+
+
+def undo_transpose_by_4(x: Tensor) -> Tensor:
+    """[n, H] whose channels stand in the order [4, H//512, 128] to the order [H//512, 128, 4]."""
+    return x.view(len(x), 4, -1, PARTITIONS).permute(0, 2, 3, 1).flatten(1)
