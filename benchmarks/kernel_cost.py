@@ -1,0 +1,160 @@
+"""What the cost model says of the NKI kernels: makespan against the least that each engine needs.
+
+    python benchmarks/kernel_cost.py [--details] [--long] [--json PATH]
+
+One row per case. "least" columns are what the work takes an engine that never waits: Tensor does two matmuls per tile
+of scores, Scalar one exponential per score, DMA moves each operand and the result once. A kernel can be no faster than
+the largest of them; "of the bound" is how near it comes. A model, not a measurement: docs/cost_model.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nki_parallel_attn.kernels.attention_const_max import attention_const_max
+from nki_parallel_attn.sim import CostReport, profile
+from nki_parallel_attn.sim.cost_constants import costs_of
+from nki_parallel_attn.sim.targets import get_target
+from nki_parallel_attn.topology.types import AttentionLayout
+
+HEAD_DIM = 128
+ENGINES = ("tensor", "scalar", "vector", "dma", "collective")
+PEAK_TFLOPS = 79.0  # bfloat16, one core: trainium2_arch.rst, trainium3_arch.rst
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel in one case.
+
+    Attributes:
+        least_ns: by engine of one core, the time that the work takes at full rate.
+        flops: useful ones of one core, two matmuls per visible tile.
+    """
+
+    kernel: str
+    case: str
+    report: CostReport
+    least_ns: dict[str, float]
+    flops: float
+
+    @property
+    def bound_ns(self) -> float:
+        return max(self.least_ns.values())
+
+    @property
+    def of_bound(self) -> float:
+        return self.bound_ns / self.report.makespan_ns
+
+    @property
+    def of_peak(self) -> float:
+        return self.flops / (PEAK_TFLOPS * 1e3 * self.report.makespan_ns)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kernel": self.kernel,
+            "case": self.case,
+            "target": self.report.target,
+            "makespan_ns": self.report.makespan_ns,
+            "least_ns": self.least_ns,
+            "of_bound": self.of_bound,
+            "of_peak": self.of_peak,
+            "dma_bytes": self.report.dma_bytes,
+            "sbuf_peak_bytes": max(core.sbuf_peak_bytes for core in self.report.cores),
+            "psum_peak_bytes": max(core.psum_peak_bytes for core in self.report.cores),
+        }
+
+
+def const_max(
+    heads: int,
+    queries: int,
+    keys: int,
+    target: str = "trn2",
+    lnc: int = 1,
+    layout: AttentionLayout = AttentionLayout.HEAD_MAJOR,
+) -> Row:
+    """attention_const_max in bfloat16. Cores share the heads or, with an odd number of them, the queries."""
+
+    def shaped(rows: int) -> torch.Tensor:
+        shape = (HEAD_DIM, rows) if layout is AttentionLayout.HEAD_MAJOR else (rows, HEAD_DIM)
+        return torch.empty(heads, *shape, dtype=torch.bfloat16, device="meta")
+
+    values = torch.empty(heads, keys, HEAD_DIM, dtype=torch.bfloat16, device="meta")
+    kernel = profile(attention_const_max, lnc=lnc, target=target)
+    report = kernel(shaped(queries), shaped(keys), values, 4.0, None, layout, layout)
+    costs = costs_of(get_target(target))
+    scores = heads * queries * keys / lnc
+    flops = 4 * scores * HEAD_DIM
+    moved = 2 * heads * HEAD_DIM * 2 * (queries + keys)  # Q and the result, K and V, of 2 bytes
+    return Row(
+        "const_max",
+        f"{heads} x {queries} x {keys}, lnc {lnc}, {layout.name.lower()}",
+        report,
+        {
+            "tensor": flops / costs.peak_flops_per_ns,
+            "scalar": scores / costs.array_size / costs.scalar_ghz,
+            "vector": heads * queries / costs.array_size * HEAD_DIM / lnc / costs.vector_ghz,  # the division
+            "dma": moved / lnc / min(costs.dma_peak, costs.hbm_share),
+            "collective": 0.0,
+        },
+        flops,
+    )
+
+
+def const_max_rows(long: bool) -> Iterator[Row]:
+    yield const_max(1, 8192, 8192)
+    yield const_max(1, 8192, 8192, "trn3")
+    yield const_max(1, 8192, 8192, layout=AttentionLayout.SEQ_MAJOR)
+    yield const_max(1, 8192, 8192, lnc=2)
+    yield const_max(8, 2048, 2048, lnc=2)
+    yield const_max(16, 512, 512)
+    yield const_max(1, 1000, 3333)
+    yield const_max(1, 1024, 131072)
+    if long:
+        yield const_max(1, 16384, 131072)
+
+
+KERNELS: dict[str, Callable[[bool], Iterator[Row]]] = {"const_max": const_max_rows}
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in Markdown; times in microseconds."""
+    titles = ["kernel", "case", "target", "makespan", *(f"least {name}" for name in ENGINES)]
+    titles += ["of the bound", f"of {PEAK_TFLOPS:g} TFLOP/s", "SBUF", "PSUM", "DMA MB"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in rows:
+        facts = row.to_dict()
+        times = " | ".join(f"{row.least_ns[name] / 1e3:.1f}" for name in ENGINES)
+        sbuf = f"{facts['sbuf_peak_bytes'] / row.report.sbuf_capacity:.0%}"
+        psum = f"{facts['psum_peak_bytes'] / row.report.psum_capacity:.0%}"
+        lines.append(
+            f"| {row.kernel} | {row.case} | {row.report.target} | {row.report.makespan_ns / 1e3:.1f} | {times} "
+            f"| {row.of_bound:.3f} | {row.of_peak:.3f} | {sbuf} | {psum} | {row.report.dma_bytes / 1e6:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", choices=sorted(KERNELS), action="append", help="all by default")
+    parser.add_argument("--details", action="store_true", help="each case's report: busy and idle times, and why")
+    parser.add_argument("--long", action="store_true", help="also cases that take minutes")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    options = parser.parse_args()
+    rows = [row for name in options.kernel or KERNELS for row in KERNELS[name](options.long)]
+    print(table(rows))
+    if options.details:
+        for row in rows:
+            print(f"\n{row.kernel}, {row.case}\n{row.report}")
+    if options.json:
+        options.json.write_text(json.dumps([row.to_dict() for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
