@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nki-parallel-attn", description="KV-sharded attention for AWS Trainium.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands)
+    _add_profile(commands)
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -88,6 +90,65 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         max_seq_len=arguments.max_seq_len,
     )
     print(plan.to_json() if arguments.json else plan.table(batch=arguments.batch, dtype=dtype))
+    return 0
+
+
+def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="model the time of an NKI kernel",
+        description="Run a kernel through the cost model, without data, and print where the modelled time goes.",
+    )
+    parser.add_argument("kernel", metavar="MODULE:KERNEL", help="or FILE.py:KERNEL")
+    parser.add_argument(
+        "--shape",
+        dest="arguments",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="[NAME=]VALUE",
+        help="the kernel's arguments in order: DTYPE[DIM,DIM,...] for tensors, Python literals for the rest",
+    )
+    parser.add_argument("--world-size", type=int, help="ranks, all with the same arguments")
+    parser.add_argument("--representative", type=int, metavar="RANK", help="run this rank alone, its peers like it")
+    parser.add_argument("--lnc", type=int, choices=LNC_VALUES)
+    parser.add_argument("--target", choices=TARGETS, default="trn2")
+    parser.add_argument("--unknown-value", type=int, default=0, help="what numbers read from tensors are (default: 0)")
+    parser.add_argument("--trace", metavar="FILE", help="write every instruction, for ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.set_defaults(run=_run_profile)
+
+
+def _run_profile(arguments: argparse.Namespace) -> int:
+    os.environ["NKI_PARALLEL_ATTN_BACKEND"] = "sim"
+    from nki_parallel_attn.sim import as_nki, profile
+    from nki_parallel_attn.sim.kernel_spec import load_kernel, parse_arguments
+
+    whole_world = arguments.world_size is not None and arguments.representative is None
+    with as_nki():
+        try:
+            positional, named = parse_arguments(arguments.arguments)
+            if whole_world and positional and named:
+                raise ValueError("with --world-size, pass all arguments in order or all by name")
+            profiled = profile(
+                load_kernel(arguments.kernel),
+                world_size=arguments.world_size,
+                lnc=arguments.lnc,
+                target=arguments.target,
+                representative=False if arguments.representative is None else arguments.representative,
+                trace=arguments.trace is not None,
+                unknown_value=arguments.unknown_value,
+            )
+        except ValueError as error:
+            print(f"nki-parallel-attn profile: {error}", file=sys.stderr)
+            return 2
+        if whole_world:
+            report = profiled([named or tuple(positional)] * arguments.world_size)
+        else:
+            report = profiled(*positional, **named)
+    print(report.to_json() if arguments.json else report)
+    if arguments.trace is not None:
+        report.write_trace(arguments.trace)
     return 0
 
 
