@@ -62,7 +62,10 @@ def exchange_of(
     size = len(ranks)
     span = _span(ranks, lnc, costs)
     if name in PERMUTES:
-        return _permute(sum(destinations), size, span, lnc, costs)
+        found = _permute(sum(destinations), size, span, lnc, costs)
+        if name == "collective_permute_implicit_reduce":
+            return found._replace(ns=found.ns + sum(sources) / (lnc * costs.dma_peak * costs.dma_compute))
+        return found
     message = sum(destinations) if name in GATHERS else sum(sources)
     phases = 2 if name == "all_reduce" else 1
     sent = phases * message * (size - 1) // size

@@ -78,6 +78,10 @@ def test_collective_algorithms():
     assert nodes.latency_ns == 2 * 1500.0 + 15000.0
     swap = exchange_of("all_to_all", range(4), [4 * mib], [4 * mib], 2, TRN2_COSTS)
     assert (swap.sent, swap.ns) == (3 * mib, pytest.approx(1500.0 + 3 * mib / (2 * DMA_RATE)))
+    ring = exchange_of("collective_permute_implicit", range(4), [mib], [mib], 2, TRN2_COSTS)
+    assert (ring.sent, ring.ns) == (mib, pytest.approx(1500.0 + mib / (2 * DMA_RATE)))
+    reduced = exchange_of("collective_permute_implicit_reduce", range(4), [mib, mib], [mib], 2, TRN2_COSTS)
+    assert reduced.ns == pytest.approx(ring.ns + 2 * mib / (2 * DMA_RATE * 0.5))
     assert exchange_of("all_gather", [0], [mib], [mib], 2, TRN3_COSTS).sent == 0
 
 
