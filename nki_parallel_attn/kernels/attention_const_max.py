@@ -183,7 +183,9 @@ def _steps(this: Tile) -> list[Tile]:
     for load in this["loads"]:
         for tile in range(0, load["tiles"], TILES_PER_STEP):
             count = min(TILES_PER_STEP, load["tiles"] - tile)
-            steps.append({"pass": this, "load": load, "first_tile": tile, "count": count, "first": not steps})
+            steps.append(
+                {"pass": this, "load": load, "first_tile": tile, "count": count, "first": not steps, "last": False}
+            )
     steps[-1]["last"] = True
     return steps
 
@@ -228,7 +230,7 @@ def _multiply_values(step: Tile, out: Tensor, num_keys: int) -> None:
                     moving=load["values"][:, step["first_tile"] + i, :],
                     accumulate=not (step["first"] and i == 0),
                 )
-    if "last" in step:
+    if step["last"]:
         for start, tiles, size in batches:
             _finish_section(this, out, num_keys, start, tiles, size)
 
