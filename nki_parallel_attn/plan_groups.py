@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from nki_parallel_attn.backends.process_groups import process_group_for
 from nki_parallel_attn.errors import PlanError
 
 if TYPE_CHECKING:
@@ -60,13 +61,11 @@ def process_groups(plan: ShardingPlan) -> ProcessGroups:
     if plan in _made:
         return _made[plan][1]
     view = plan.rank(dist.get_rank())
-    by_ranks: dict[tuple[int, ...], ProcessGroup] = {tuple(range(plan.world_size)): world}
     groups: dict[str, ProcessGroup] = {}
     for kind in ("kv", "kvdp", "cp", "tp", "replica"):
-        ranks = view.group_ranks(kind)
-        if ranks not in by_ranks:
-            by_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        groups[kind] = by_ranks[ranks]
+        group = process_group_for(view.group_ranks(kind))
+        assert group is not None  # torch.distributed is initialised
+        groups[kind] = group
     made = ProcessGroups(**groups)
     _made[plan] = (world, made)
     return made

@@ -13,7 +13,7 @@ need no exchange. The exchange is passed in, so that ranks may be processes or t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,14 @@ class PrefillCall:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    def with_own_tensors(self) -> PrefillCall:
+        """The same call, which keeps its meaning when the caller writes to its block table or scales."""
+        table, k_scale, v_scale = (
+            None if t is None else t.detach().clone() for t in (self.block_table, self.k_scale, self.v_scale)
+        )
+        assert table is not None
+        return replace(self, block_table=table, k_scale=k_scale, v_scale=v_scale)
+
     def read_local_kv(self, k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> LocalKV:
         return read_local_kv(
             k_cache,
@@ -69,16 +77,18 @@ class PrefillCall:
 
 def attention_kv_parallel_segmented_cte(q: Tensor, k_cache: Tensor, v_cache: Tensor, call: PrefillCall) -> Tensor:
     """This rank's heads over the whole sequence: [Hq, S, D], or with tp_out [Hq, D, S]. Arguments are checked."""
-    out: Tensor = _KVParallelAttention.apply(q, k_cache, v_cache, call)  # type: ignore[no-untyped-call]
+    # Backward reads them again, and callers reuse their buffers for the next step.
+    out: Tensor = _KVParallelAttention.apply(q, k_cache, v_cache, call.with_own_tensors())  # type: ignore[no-untyped-call]
     return out.transpose(1, 2) if call.tp_out else out
 
 
 class _KVParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, call: PrefillCall) -> Tensor:
-        local = call.read_local_kv(k_cache, v_cache, q.dtype)
         heads, rows, dim = q.shape
+        # All that can fail is inside the round, so that the peers hear of it.
         with call.exchange.round() as exchange:
+            local = call.read_local_kv(k_cache, v_cache, q.dtype)
             q_all = exchange.all_gather(q).flatten(0, 1)
             outs = exchange.outbox((heads, rows, dim), q.dtype)
             lses = exchange.outbox((heads, rows), stat_dtype(q.dtype))
@@ -96,8 +106,8 @@ class _KVParallelAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k_cache, v_cache, out, lse = ctx.saved_tensors
         call: PrefillCall = ctx.call
-        local = call.read_local_kv(k_cache, v_cache, q.dtype)
         with call.exchange.round() as exchange:
+            local = call.read_local_kv(k_cache, v_cache, q.dtype)
             q_all, grad_all, out_all, lse_all = (exchange.all_gather(t).flatten(0, 1) for t in (q, grad_out, out, lse))
             outbox = exchange.outbox(q.shape, q.dtype)
             grad_k, grad_v = local_gradients(q_all, grad_all, out_all, lse_all, local, call.scale, outbox)

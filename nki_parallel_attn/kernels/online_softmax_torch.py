@@ -42,6 +42,9 @@ def attend(
         return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=stat_dtype(q.dtype))
     if q.device.type != "cpu":
         return _attend_unfused(q, k, v, scale, causal, mask)
+    sign = _sign(scale, q.dtype)
+    if sign < 1:
+        return attend(q * sign, k, v, -scale if sign else 1.0, causal=causal, mask=mask)
     folded = not causal and mask is None
     rows = _fold_heads(q, k) if folded else q[None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -79,6 +82,11 @@ def attend_backward(
     lse = lse.masked_fill(lse == -torch.inf, 0)
     if q.device.type != "cpu":
         return _attend_backward_unfused(grad_out, q, k, v, out, lse, scale, causal, mask)
+    sign = _sign(scale, q.dtype)
+    if sign < 1:
+        positive = -scale if sign else 1.0
+        parts = attend_backward(grad_out, q * sign, k, v, out, lse, positive, causal=causal, mask=mask)
+        return parts[0] * sign, parts[1], parts[2]
     folded = not causal and mask is None
     grad_rows, rows, out_rows = (_fold_heads(t, k) if folded else t[None].contiguous() for t in (grad_out, q, out))
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -124,6 +132,15 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], merged: Tensor) -> Ten
             sums.addcmul_(part.copy_(out[chunk]), weight[chunk])
         merged[chunk] = sums
     return lse
+
+
+def _sign(scale: float, dtype: torch.dtype) -> int:
+    """Of what the fused op, which scales in `stat_dtype`, makes of `scale`.
+
+    It takes a positive scale only: it hides scores by -inf first and scales them then.
+    """
+    smallest = torch.finfo(stat_dtype(dtype)).tiny
+    return (scale >= smallest) - (scale <= -smallest)
 
 
 def _fold_heads(t: Tensor, k: Tensor) -> Tensor:

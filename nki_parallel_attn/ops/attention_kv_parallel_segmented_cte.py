@@ -117,7 +117,7 @@ def attention_kv_parallel_segmented_cte(
         RankMismatchError: arguments that must be equal on all ranks are not.
         UnsupportedFeatureError, BackendUnavailableError: the backend cannot do this, or is not installed.
 
-    Source: API reference page attention_kv_parallel_segmented_cte; what it leaves open is in docs/kv_parallel_prefill.md.
+    Source: API reference page attention_kv_parallel_segmented_cte; docs/kv_parallel_prefill.md has what it leaves open.
     """
     call = _Arguments(
         q=q,
@@ -146,8 +146,11 @@ def attention_kv_parallel_segmented_cte(
     )
     ranks: tuple[int, ...] | None = None
     shared: dict[str, object] = {}
+    partly_known: dict[str, object] = {}
     error: Exception | None = None
     module: Any = None
+    if check_ranks is None:
+        check_ranks = "always" if not isinstance(q, Tensor) or q.device.type == "cpu" else "first"
     # Whatever is wrong here, the peers must hear of it.
     try:
         ranks = _ranks_of_list(replica_groups)
@@ -155,12 +158,11 @@ def attention_kv_parallel_segmented_cte(
         call.check(ranks)
         name = backend_name(backend, q)
         module = load_backend(name)
-        shared = {**call.shared(ranks), "backend": name}
+        shared = {**call.shared(ranks), "backend": name, "check_ranks": check_ranks}
+        partly_known = {"local_kv_len": call.local_kv_len(ranks.index(_rank()))}
     except Exception as problem:
         error = problem
-    if check_ranks is None:
-        check_ranks = "always" if not isinstance(q, Tensor) or q.device.type == "cpu" else "first"
-    agree("attention_kv_parallel_segmented_cte", ranks, shared, error, check_ranks)
+    agree("attention_kv_parallel_segmented_cte", ranks, shared, error, check_ranks, partly_known)
     assert ranks is not None
     arguments = {field.name: getattr(call, field.name) for field in fields(call)}
     out: Tensor = module.attention_kv_parallel_segmented_cte(**arguments, ranks=ranks, index=ranks.index(_rank()))
@@ -227,6 +229,10 @@ class _Arguments:
         values["requires_grad"] = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         return values
 
+    def local_kv_len(self, index: int) -> int | None:
+        """Tokens of a contiguous shard as this rank's offset tells it; rank 0's does not."""
+        return None if self.kvp_group_size or not index else (self.global_q_offset - int(self.kvp_q_offset)) // index
+
     def _check_group(self, ranks: tuple[int, ...]) -> None:
         check_int("group_size", self.group_size, minimum=1)
         if self.group_size != len(ranks):
@@ -237,6 +243,8 @@ class _Arguments:
         if given != ranks:
             raise ArgumentError("replica_groups", f"the list {list(given)}", "ranks in ascending order")
         if self.group is not None:
+            if not isinstance(self.group, dist.ProcessGroup):
+                raise ArgumentTypeError("group", type(self.group).__name__, "a torch process group with this rank")
             members = tuple(dist.get_process_group_ranks(self.group))
             if members != ranks:
                 raise ArgumentError(

@@ -39,6 +39,7 @@ def agree(
     fields: Mapping[str, object],
     error: Exception | None,
     check_ranks: CheckRanks,
+    partly_known: Mapping[str, object] | None = None,
 ) -> None:
     """Return on all of `ranks`, or raise on all of them.
 
@@ -49,6 +50,7 @@ def agree(
         error: what is wrong with this rank's arguments.
         check_ranks: "always" exchanges at every call, "first" once for each set of `fields`, "never" only raises
             `error` here.
+        partly_known: what must be equal on the ranks that know it; None on those that do not.
 
     Raises:
         error: as given.
@@ -70,8 +72,10 @@ def agree(
         if (ranks, digest) in board.agreed:
             return
         board.agreed.add((ranks, digest))
+    known = {name: str(value) for name, value in (partly_known or {}).items() if value is not None}
+    ok = f"{OK}{digest} {json.dumps(known)}"
     try:
-        posted = board.exchange(operation, ranks, ERROR + _describe(error) if error else OK + digest)
+        posted = board.exchange(operation, ranks, ERROR + _describe(error) if error else ok)
     except dist.DistError as lost:
         raise PeerError(f"{operation}: the rank that holds the store has died: {lost}") from (error or lost)
     if error:
@@ -83,10 +87,18 @@ def agree(
     if refused:
         reasons = "; ".join(f"rank {rank} refused its arguments: {text}" for rank, text in refused.items())
         raise PeerError(f"{operation}: {reasons}")
-    if len(set(posted.values())) > 1:
+    digests = {text.removeprefix(OK).split(" ", 1)[0] for text in posted.values()}
+    known_by_rank = {rank: json.loads(text.removeprefix(OK).split(" ", 1)[1]) for rank, text in posted.items()}
+    differences = []
+    if len(digests) > 1:
         details = board.exchange(operation, ranks, json.dumps({name: str(value) for name, value in fields.items()}))
         by_rank = {rank: json.loads(text) for rank, text in details.items()}
-        raise RankMismatchError(f"{operation}: arguments differ between ranks: {_differences(by_rank)}")
+        differences.append(_differences(by_rank))
+    for name in partly_known or {}:
+        differences.append(_differences({rank: known for rank, known in known_by_rank.items() if name in known}))
+    if any(differences):
+        text = "; ".join(filter(None, differences))
+        raise RankMismatchError(f"{operation}: arguments differ between ranks: {text}")
 
 
 def check_check_ranks(value: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
 import torch
@@ -29,6 +28,8 @@ def check_tensor(
         raise ArgumentTypeError(name, type(value).__name__, "a torch tensor")
     if dtypes is not None and value.dtype not in dtypes:
         raise ArgumentTypeError(name, value.dtype, " or ".join(str(dtype) for dtype in dtypes))
+    if value.layout != torch.strided:
+        raise ArgumentTypeError(name, value.layout, "a dense tensor, torch.strided")
     dims = [dim.strip() for dim in shape.split(",")]
     wanted = [int(dim) if dim.isdigit() else sizes.get(dim) for dim in dims]
     if len(dims) != value.ndim or any(
@@ -69,16 +70,16 @@ def check_bool(name: str, value: object) -> bool:
 
 def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """Check that `value` is one of `allowed`."""
-    if value not in allowed:
+    if not any(value == known and type(value) is type(known) for known in allowed):
         raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
 
 
 def check_finite(name: str, value: object) -> float:
-    """Check for a finite Python number and return it."""
+    """Check for a Python number that is finite in float32, and return it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentTypeError(name, repr(value), "a number")
-    if not math.isfinite(value):
-        raise ArgumentError(name, value, "a finite number")
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise ArgumentError(name, value, "a number that is finite in float32")
     return float(value)
 
 

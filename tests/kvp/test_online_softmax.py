@@ -128,3 +128,24 @@ def test_backward_with_merged_statistics_is_exact(ops, kind):
     assert torch.allclose(parts[0][0] + parts[1][0], expected[0], atol=1e-12)
     assert torch.allclose(torch.cat([parts[0][1], parts[1][1]], 1), expected[1], atol=1e-12)
     assert torch.allclose(torch.cat([parts[0][2], parts[1][2]], 1), expected[2], atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-300])
+def test_scales_that_are_not_positive(ops, kind, scale):
+    """Hidden keys stay hidden, and the gradient is the oracle's; a scale below float32 is 0 to the fused op."""
+    rows = 70 if kind == "causal" else 40
+    q, k, v = (t.requires_grad_() for t in inputs(torch.float32, rows=rows))
+    mask = {
+        "full": torch.ones(rows, 70, dtype=torch.bool),
+        "causal": torch.ones(70, 70, dtype=torch.bool).tril(),
+        "masked": random_mask(rows, 70),
+    }[kind]
+    arguments = {"causal": kind == "causal", "mask": mask if kind == "masked" else None}
+    grad = inputs(torch.float32, rows=rows, seed=5)[0]
+    out, lse = ops[0](q.detach(), k.detach(), v.detach(), scale, **arguments)
+    expected, _ = reference(q, k, v, scale, mask)
+    assert (out.double() - expected).abs().max() <= attention_tolerance(torch.float32, v.detach(), q.shape[2])
+    grads = ops[1](grad, q.detach(), k.detach(), v.detach(), out, lse, scale, **arguments)
+    for found, wanted in zip(grads, torch.autograd.grad(expected, (q, k, v), grad.double()), strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-4)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nki_parallel_attn import ReplicaGroup, attention_kv_parallel_segmented_cte
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError, PeerError, RankMismatchError
+from nki_parallel_attn.kernels import attention_kv_parallel_segmented_cte_torch as kernel
 from nki_parallel_attn.ops import rank_agreement
 from tests.kvp.case import Case
 
@@ -46,6 +47,7 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "q dtype": (CASE, lambda a: {"q": a["q"].to(torch.int32)}, "q"),
     "q not a tensor": (CASE, {"q": [1.0]}, "q"),
     "q dims": (CASE, lambda a: {"q": a["q"][0]}, "q"),
+    "q sparse": (CASE, lambda a: {"q": a["q"].to_sparse()}, "q"),
     "q empty": (CASE, lambda a: {"q": a["q"][:, :0]}, "q"),
     "q device": (CASE, lambda a: {"q": a["q"].to("meta")}, "k_cache"),
     "head_dim": (CASE, lambda a: {"q": a["q"].repeat(1, 1, 5)}, "q"),
@@ -68,6 +70,7 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "group_size": (CASE, {"group_size": 2}, "group_size"),
     "kvp_group_size": (CASE, {"kvp_group_size": 2}, "kvp_group_size"),
     "scale": (CASE, {"scale": float("nan")}, "scale"),
+    "scale beyond float32": (CASE, {"scale": 1e39}, "scale"),
     "sliding_window": (CASE, {"sliding_window": -1}, "sliding_window"),
     "global_q_offset": (CASE, {"global_q_offset": 0}, "global_q_offset"),
     "offset negative": (CASE, {"kvp_q_offset": scalar(-8)}, "kvp_q_offset"),
@@ -97,6 +100,8 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "check_ranks": (CASE, {"check_ranks": "sometimes"}, "check_ranks"),
     "flag": (CASE, {"tp_out": 1}, "tp_out"),
     "lnc": (CASE, {"lnc": 3}, "lnc"),
+    "lnc type": (CASE, {"lnc": True}, "lnc"),
+    "group type": (CASE, {"group": 3}, "group"),
     "target": (CASE, {"target": "trn1"}, "target"),
 }
 
@@ -173,6 +178,43 @@ def test_ranks_that_disagree(rank):
         assert isinstance(error, RankMismatchError), (name, error)
         assert field in str(error) and f"rank {BAD}" in str(error), (name, error)
     assert call(CASE, rank) is None
+
+
+@pytest.mark.multirank(world_size=RANKS)
+def test_different_local_lengths(rank):
+    """Each rank's offset is a possible one; together they are not."""
+    length = CONTIGUOUS.local_length
+    offset = 24 - rank * (length if rank < 3 else length + 8)
+    error = call(CONTIGUOUS, rank, {"kvp_q_offset": scalar(offset)})
+    assert isinstance(error, RankMismatchError)
+    assert f"local_kv_len: {length} on ranks 1, 2, {length + 8} on rank 3" in str(error)
+    assert call(CONTIGUOUS, rank) is None
+
+
+@pytest.mark.multirank(world_size=2)
+@pytest.mark.parametrize("stage", ["read_local_kv", "local_partials", "merge"])
+def test_a_rank_that_runs_out_of_memory(rank, stage):
+    """Whatever fails between the check and the result, the peers hear of it at once; then all go on."""
+    case = Case(ranks=2, rows=64, block_size=8)
+    assert call(case, rank) is None
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no memory for this")
+
+    works = getattr(kernel, stage)
+    if rank == 1:
+        setattr(kernel, stage, fail)
+    try:
+        error = call(case, rank)
+        if stage == "merge" and rank == 0:
+            assert error is None  # it had all it needs
+        else:
+            assert isinstance(error, MemoryError if rank == 1 else PeerError) and "no memory for this" in str(error)
+    finally:
+        setattr(kernel, stage, works)
+    error = call(case, rank)
+    assert error is None or (stage == "merge" and isinstance(error, PeerError)), error
+    assert call(case, rank) is None
 
 
 @pytest.mark.multirank(world_size=RANKS)

@@ -183,3 +183,18 @@ def test_backward_twice_is_an_error(rank):
     (grad,) = torch.autograd.grad(out.nan_to_num(0).pow(2).sum(), arguments["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("changed", ["block_tables", "k_scale"])
+def test_buffers_that_the_caller_reuses_before_backward(changed):
+    """The gradient is that of the call as it was made."""
+    grads = []
+    for reuse in (False, True):
+        case = Case(ranks=1, rows=32, block_size=8, heads=2)
+        arguments = case.arguments(0) | {"k_scale": torch.full((128, 1), 0.5)}
+        arguments["q"].requires_grad_()
+        out = attention_kv_parallel_segmented_cte(**arguments)
+        if reuse:
+            arguments[changed].fill_(0)
+        grads.append(torch.autograd.grad(out.sum(), arguments["q"])[0])
+    assert torch.equal(*grads)

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from nki_parallel_attn import ReplicaGroup, attention_kv_parallel_segmented_cte
+from nki_parallel_attn.backends.process_groups import process_group_for
+from nki_parallel_attn.kernels.collectives_torch import exchange_for
 from nki_parallel_attn.testing import run_ranks
 from tests.kvp.case import Case
 from tests.tolerance import attention_tolerance
@@ -127,3 +129,30 @@ def test_shared_prefix_blocks(rank):
     out = attention_kv_parallel_segmented_cte(**arguments)
     deviation = (out.double() - case.expected()[case.heads_of(rank)]).abs().max()
     assert deviation <= attention_tolerance(case.dtype, case.v, case.head_dim)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_overlapping_groups_in_turn(monkeypatch, transport):
+    """Ranks that have made different numbers of groups before find each other when they make the next one."""
+    monkeypatch.setenv("NKI_PARALLEL_ATTN_TRANSPORT", transport)
+    run_ranks(overlapping_groups, 4)
+
+
+def overlapping_groups() -> None:
+    rank = dist.get_rank()
+    for seed in range(2):
+        for group in ((0, 1), (1, 2), (2, 3), (1, 2, 3), (0, 1, 2, 3)):
+            if rank in group:
+                size = len(group)
+                case = Case(ranks=size, rows=32, block_size=8, heads=2 * size, seed=seed)
+                check(case, group.index(rank), replica_groups=ReplicaGroup([group]))
+
+
+def timeout_of_a_group() -> float:
+    exchange = exchange_for(process_group_for((0, 1)))
+    return exchange._timeout if exchange.transport == "shm" else exchange.timeout
+
+
+def test_groups_wait_as_long_as_the_default_group():
+    """run_ranks gives the default group its timeout and a minute; torch gives other groups half an hour."""
+    assert run_ranks(lambda: timeout_of_a_group() if dist.get_rank() < 2 else 67, 3, timeout=7) == [67, 67, 67]
