@@ -316,7 +316,9 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         q = self.load_queries()
         self.partial = Partial(call.rows, count, call.heads, call.dim)
         self.parts = nl.ndarray((call.rows, call.heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
-        self.log_sums = nl.ndarray((call.rows, count, call.heads), dtype=nl.float32, buffer=nl.sbuf)
+        # In the order of the exchange: a tile's heads of one rank, then its next tile.
+        shape = (call.rows, call.group_size, count, call.own_heads)
+        self.log_sums = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
         per_kv_head = call.heads // kv.kv_heads
         items = []  # type: list[Any]
         for kv_head in range(kv.kv_heads):
@@ -363,7 +365,8 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         call = self.call
         self.unfinished -= 1
         if not self.unfinished:
-            normalise(self.partial, self.parts, self.log_sums, call.v_scale, call.pieces)
+            by_tile = self.log_sums.permute((0, 2, 1, 3))
+            normalise(self.partial, self.parts, by_tile, call.v_scale, call.pieces)
             call.pieces.then(self, -1)
 
     def pieces_done(self, head: int) -> None:
@@ -380,9 +383,7 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         call = self.call
         if self.mine:
             nisa.dma_copy(dst=self.outs[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.parts)
-            for rank in range(call.group_size):
-                heads = nl.ds(rank * call.own_heads, call.own_heads)
-                nisa.dma_copy(dst=self.lses[rank, :, self.places(), :], src=self.log_sums[:, :, heads])
+            nisa.dma_copy(dst=self.lses[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.log_sums)
         self.received, self.received_lses = self.outs, self.lses
         if call.group_size > 1:
             self.received = self.staged(self.outs.shape, call.q.dtype)

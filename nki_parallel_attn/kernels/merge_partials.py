@@ -63,7 +63,7 @@ def normalise(partial: Partial, out: Any, lse: Any, v_scale: Any, pieces: Pieces
 
     Args:
         out: [rows, heads, tiles, D], acc divided by its sum, times v_scale; NaN where weight fell on a marked slot.
-        lse: float32 [rows, tiles, heads].
+        lse: float32 [rows, tiles, ranks, own heads].
         v_scale: float32 [rows, 1] or None.
     """
     rows, heads, tiles, dim = out.shape
@@ -73,8 +73,10 @@ def normalise(partial: Partial, out: Any, lse: Any, v_scale: Any, pieces: Pieces
         nisa.tensor_copy(dst=shift[:, t, :], src=partial.shift[:, t, last, :], engine=nisa.engine.gpsimd)
     sums = nl.ndarray((rows, tiles, heads), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=sums, data=partial.acc[:, :, :, dim], op0=nl.maximum, operand0=LEAST_SUM)
-    nisa.activation(dst=lse, op=nl.log, data=sums)
-    gpsimd(lse, lse, shift, nl.subtract)
+    logarithms = nl.ndarray((rows, tiles, heads), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=logarithms, op=nl.log, data=sums)
+    by_rank = (rows, tiles, lse.shape[2], lse.shape[3])
+    gpsimd(lse, logarithms.reshape(by_rank), shift.reshape(by_rank), nl.subtract)
     factor = nl.ndarray((rows, tiles, heads), dtype=nl.float32, buffer=nl.sbuf)
     nisa.reciprocal(dst=factor, data=sums)
     # NaN where weight fell on a marked slot: infinity minus infinity; elsewhere 0 - 0. A row that sees nothing here

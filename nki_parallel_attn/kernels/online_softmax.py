@@ -1,6 +1,6 @@
 """Attention of tiles of queries over segments of keys with online softmax, software-pipelined over all engines.
 
-A unit is one head's tile of queries against up to 1024 slots. Its three stages are issued two units apart, so that
+A unit is one head's tile of queries against up to 512 slots. Its three stages are issued units apart, so that
 every engine finds work in program order:
 
     scores   Tensor: Q.K^T into PSUM;  Vector: masks and row maxima in one pass;  GpSimd: -scale*max
@@ -23,9 +23,10 @@ from nki_parallel_attn.kernels.visible_slots import SlotMasks
 from nki_parallel_attn.nki import nisa, nl
 
 BANK = 512
-UNIT_COLUMNS = 1024
-SCORE_BUFFERS = 3
-COLUMN_RING = 12
+SCORE_BUFFERS = 6
+COLUMN_RING = 16
+# Units whose scores are issued before the weights of one: the maxima of all units of a tile must be there for its first.
+LOOK_AHEAD = 4
 
 
 class Partial(nl.NKIObject):  # type: ignore[misc]
@@ -93,14 +94,11 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         self.scale = scale
         self.transposer = transposer
         self.masks = masks
-        # The slot tiles of a unit are contiguous in PSUM, and none crosses a bank.
-        per_bank = BANK // slots
-        self.unit_tiles = UNIT_COLUMNS // slots if BANK % slots == 0 else per_bank
-        self.bank_tiles = per_bank
+        self.unit_tiles = BANK // slots
         self.score_buffers = [
-            nl.ndarray((rows, UNIT_COLUMNS), dtype=nl.float32, buffer=nl.psum) for _ in range(SCORE_BUFFERS)
+            nl.ndarray((rows, BANK), dtype=nl.float32, buffer=nl.psum) for _ in range(SCORE_BUFFERS)
         ]
-        self.weight_buffers = [nl.ndarray((rows, UNIT_COLUMNS), dtype=dtype, buffer=nl.sbuf) for _ in range(3)]
+        self.weight_buffers = [nl.ndarray((rows, BANK), dtype=dtype, buffer=nl.sbuf) for _ in range(3)]
         self.products = nl.ndarray((rows, 3, self.width), dtype=nl.float32, buffer=nl.psum)
         self.batch = transposer.batch(rows)
         self.transposed = [nl.ndarray((slots, self.batch * rows), dtype=dtype, buffer=nl.sbuf) for _ in range(3)]
@@ -109,7 +107,8 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         self.parts = [nl.ndarray((rows, self.width), dtype=nl.float32, buffer=nl.sbuf) for _ in range(2)]
         self.negated_scale = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=self.negated_scale, value=-scale)
-        self.waiting = []  # type: list[Unit]
+        self.unweighed = []  # type: list[Unit]
+        self.unapplied = []  # type: list[Unit]
         self.products_due = []  # type: list[Any]
         self.open_unit = None  # type: Any
         self.units = 0
@@ -117,21 +116,27 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         self.batches = 0
 
     def push(self, unit: Unit) -> None:
-        """Issue the scores of `unit`, the weights of the one before and the values of the one before that."""
+        """Issue the scores of `unit`, the weights of an earlier one and the values of the one before that."""
         self.score(unit)
-        self.waiting.append(unit)
-        if len(self.waiting) > 1:
-            self.weigh(self.waiting[-2])
-        if len(self.waiting) > 2:
-            self.apply(self.waiting.pop(0))
+        self.unweighed.append(unit)
+        if len(self.unweighed) > LOOK_AHEAD:
+            self.advance()
 
     def flush(self) -> None:
         """Issue everything that is left."""
-        if self.waiting:
-            self.weigh(self.waiting[-1])
-        while self.waiting:
-            self.apply(self.waiting.pop(0))
+        while self.unweighed:
+            self.advance()
+        if self.unapplied:
+            self.apply(self.unapplied.pop(0))
         self.issue_products()
+
+    def advance(self) -> None:
+        """Weights of the oldest unit that has none, values of the one before."""
+        unit = self.unweighed.pop(0)
+        self.weigh(unit)
+        self.unapplied.append(unit)
+        if len(self.unapplied) > 1:
+            self.apply(self.unapplied.pop(0))
 
     # Stage 1.
 
@@ -143,16 +148,12 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         unit.scores = scores
         unit.weights = self.weight_buffers[number % 3]
         tiles = unit.tiles
-        for start in range(0, tiles, self.bank_tiles):
-            stop = min(start + self.bank_tiles, tiles)
-            keys = unit.segment.k[:, (unit.first + start) * slots : (unit.first + stop) * slots]
-            nisa.nc_matmul(
-                dst=scores[:, start * slots : stop * slots], stationary=unit.q, moving=keys, accumulate=False
-            )
+        seen = scores[:, : tiles * slots]
+        keys = unit.segment.k[:, unit.first * slots : (unit.first + tiles) * slots]
+        nisa.nc_matmul(dst=seen, stationary=unit.q, moving=keys, accumulate=False)
         column = number % COLUMN_RING
         unit.maximum = self.maxima[:, column : column + 1]
         unit.rescale = self.rescales[:, column : column + 1]
-        seen = scores[:, : tiles * slots]
         if unit.bounds is None:
             nisa.tensor_reduce(dst=unit.maximum, op=nl.maximum, data=seen, axis=1)
         else:
@@ -191,15 +192,9 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
 
     def weigh(self, unit: Unit) -> None:
         columns = unit.tiles * self.slots
-        for start in range(0, columns, BANK):
-            stop = min(start + BANK, columns)
-            nisa.activation(
-                dst=unit.weights[:, start:stop],
-                op=nl.exp,
-                data=unit.scores[:, start:stop],
-                bias=unit.shift,
-                scale=self.scale,
-            )
+        nisa.activation(
+            dst=unit.weights[:, :columns], op=nl.exp, data=unit.scores[:, :columns], bias=unit.shift, scale=self.scale
+        )
 
     # Stage 3.
 
