@@ -69,6 +69,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text, not outlines
+    matplotlib.rcParams["svg.hashsalt"] = "kvp_prefill"  # the same picture, the same file
     import matplotlib.pyplot as plt
 
     figure, (time_axes, memory_axes) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
