@@ -26,9 +26,8 @@ from nki_parallel_attn.nki import ncc, nisa, nki, nl
 QUERY_BYTES = 16 * 1024
 ACCUMULATOR_BYTES = 36 * 1024
 LEAST_SCALE = 1e-6
-# Pieces of element-wise work between two units; units after which the next exchange's Q is sent.
+# Pieces of element-wise work between two units.
 PIECES_PER_UNIT = 3
-UNITS_BEFORE_GATHER = 6
 
 
 @nki.jit  # type: ignore[untyped-decorator]
@@ -85,13 +84,16 @@ def attention_kv_parallel_segmented_cte(
     masks = SlotMasks(layout, call.rows, offset_fp32[: call.rows, :])
     call.pipeline = Pipeline(call.rows, layout.tile, call.dim, q.dtype, call.score_scale, call.transposer, masks)
     exchanges = [Exchange(call, start, stop) for start, stop in exchange_bounds(call.tiles, call.exchange_tiles)]
-    for exchange in exchanges[:2]:
+    for exchange in exchanges[:3]:
         exchange.load_own()
     exchanges[0].gather()
+    exchanges[0].load_queries()
     for i in range(len(exchanges)):
-        if i + 2 < len(exchanges):
-            exchanges[i + 2].load_own()
-        exchanges[i].attend(exchanges[i + 1] if i + 1 < len(exchanges) else None)
+        if i + 3 < len(exchanges):
+            exchanges[i + 3].load_own()
+        # What the next exchange needs comes first: at the start nothing of it has been sent.
+        ahead = exchanges[i + 1 : i + 3] if i == 0 else exchanges[i + 2 : i + 3]
+        exchanges[i].attend(ahead, exchanges[i + 1] if i + 1 < len(exchanges) else None)
     call.complete_pending()
     for exchange in call.unmerged:
         exchange.merge()
@@ -102,15 +104,16 @@ def attention_kv_parallel_segmented_cte(
 def exchange_bounds(tiles: int, size: int) -> list[tuple[int, int]]:
     """First and last tile (exclusive) of each exchange, last rows first.
 
-    The first and the last exchange of many are small: nothing runs while the one is gathered and the other merged.
+    The first and the last ones of many are small: nothing runs while the first is gathered and the last merged.
     """
-    small = -(-size // 4) if tiles >= 3 * size else size
-    stops = [tiles]
-    while stops[-1] > 0:
-        left = stops[-1]
-        step = small if left == tiles or left <= size else min(size, left - small)
-        stops.append(left - min(step, left))
-    return [(stops[i + 1], stops[i]) for i in range(len(stops) - 1)]
+    quarter, half = -(-size // 4), -(-size // 2)
+    low, high = ([quarter, half], [quarter]) if tiles >= 4 * size else ([], [])
+    middle = tiles - sum(low) - sum(high)
+    full = [min(size, middle - start) for start in range(0, middle, size)]
+    edges = [0]
+    for length in low + full + high:
+        edges.append(edges[-1] + length)
+    return [(edges[i], edges[i + 1]) for i in range(len(edges) - 2, -1, -1)]
 
 
 def local_offset(kvp_q_offset: Any, kvp_rank_id: Any, block_size: int) -> Any:
@@ -218,6 +221,10 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         self.unfinished = len(self.mine)
         self.normalised = not self.mine
         self.own = None  # type: Any
+        self.turned = None  # type: Any
+        self.gathered = None  # type: Any
+        self.steps = 0
+        self.sent = False
         self.parts = None  # type: Any
         self.merged = [None] * call.own_heads  # type: list[Any]
         self.received = None  # type: Any
@@ -248,32 +255,42 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         return slice(self.mine[0], self.mine[-1] + 1, self.call.cores)
 
     def gather(self) -> None:
-        """Transpose and send."""
-        call = self.call
-        own = self.staged((call.own_heads, call.dim, self.tiles, call.rows), call.q.dtype)
-        if self.mine:
-            nisa.dma_copy(dst=own[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.transposed_queries())
-        if call.group_size == 1:
-            self.q = own
-            return
-        self.q = self.staged((call.heads, call.dim, self.tiles, call.rows), call.q.dtype)
-        self.synchronise(own)
-        ncc.all_gather([own], [self.q], call.replica_groups, 0)
+        """Transpose and send, at once."""
+        while not self.sent:
+            self.gather_step()
 
-    def transposed_queries(self) -> Any:
-        """[D, own heads, tiles, rows] of this core's tiles, times `factor`."""
+    def gather_step(self) -> None:
+        """Transpose one batch of tiles; after the last one, send."""
         call = self.call
         count = len(self.mine)
-        result = nl.ndarray((call.dim, call.own_heads, count, call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
         batch = call.transposer.batch(call.rows)
-        for head in range(call.own_heads):
-            for start in range(0, count, batch):
-                stop = min(start + batch, count)
-                target = result[:, head, start:stop, :].flatten_dims(1, 2)
-                call.transposer.transpose([self.own[:, head, t, :] for t in range(start, stop)], target)
-        if call.factor != 1.0:
-            nisa.tensor_scalar(dst=result, data=result, op0=nl.multiply, operand0=call.factor)
-        return result
+        if self.turned is None and count:
+            shape = (call.dim, call.own_heads, count, call.rows)
+            self.turned = nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf)
+        steps = call.own_heads * -(-count // batch)
+        if self.steps < steps:
+            head, start = self.steps % call.own_heads, self.steps // call.own_heads * batch
+            stop = min(start + batch, count)
+            target = self.turned[:, head, start:stop, :].flatten_dims(1, 2)
+            call.transposer.transpose([self.own[:, head, t, :] for t in range(start, stop)], target)
+            self.steps += 1
+        if self.steps == steps:
+            self.send()
+
+    def send(self) -> None:
+        """All-gather the transposed queries."""
+        call = self.call
+        self.sent = True
+        own = self.staged((call.own_heads, call.dim, self.tiles, call.rows), call.q.dtype)
+        if self.mine:
+            if call.factor != 1.0:
+                nisa.tensor_scalar(dst=self.turned, data=self.turned, op0=nl.multiply, operand0=call.factor)
+            nisa.dma_copy(dst=own[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.turned)
+        self.gathered = own
+        if call.group_size > 1:
+            self.gathered = self.staged((call.heads, call.dim, self.tiles, call.rows), call.q.dtype)
+            self.synchronise(own)
+            ncc.all_gather([own], [self.gathered], call.replica_groups, 0)
 
     def synchronise(self, shared: Any) -> None:
         """Both cores have written their parts."""
@@ -282,38 +299,52 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
 
     # 2. Attention of all heads.
 
-    def attend(self, following: Any) -> None:
-        """Push every unit of this core's tiles; meanwhile gather the following exchange's Q."""
+    def attend(self, ahead: list[Any], following: Any) -> None:
+        """Push every unit of this core's tiles; meanwhile gather the Q of the exchanges `ahead`.
+
+        `following` comes next: its queries are loaded as soon as they are gathered.
+        """
         call = self.call
-        count = len(self.mine)
         self.outs = self.staged((call.heads, call.rows, self.tiles, call.dim), call.q.dtype)
         self.lses = self.staged((call.group_size, call.rows, self.tiles, call.own_heads), nl.float32)
+        self.ahead = list(ahead)
         self.following = following
-        if count:
+        if self.mine:
             self.push_all()
-        self.gather_following()
+        while self.ahead:
+            self.gather_ahead()
+        self.load_following()
         # What was pending has had the time of this exchange's units at least.
         call.complete_pending()
         call.pending = self
 
-    def gather_following(self) -> None:
-        """Once."""
-        if self.following is not None:
-            following, self.following = self.following, None
-            following.gather()
+    def gather_ahead(self) -> None:
+        """One step of the gathers that are due."""
+        self.load_following()
+        if self.ahead:
+            self.ahead[0].gather_step()
+            if self.ahead[0].sent:
+                self.ahead.pop(0)
 
-    def load_queries(self) -> Any:
-        """[D, heads, tiles, rows] of this core's tiles."""
+    def load_following(self) -> None:
+        """Once."""
+        if self.following is not None and self.following.sent:
+            self.following.load_queries()
+            self.following = None
+
+    def load_queries(self) -> None:
+        """Read the gathered queries of this core's tiles, [D, heads, tiles, rows]."""
         call = self.call
-        q = nl.ndarray((call.dim, call.heads, len(self.mine), call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=q, src=self.q[:, :, self.places(), :].permute((1, 0, 2, 3)))
-        return q
+        if self.mine:
+            shape = (call.dim, call.heads, len(self.mine), call.rows)
+            self.q = nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(dst=self.q, src=self.gathered[:, :, self.places(), :].permute((1, 0, 2, 3)))
 
     def push_all(self) -> None:
         """Push this core's units: by KV head, segment, tile, head. The last unit of a tile completes it."""
         call, kv, layout = self.call, self.call.kv, self.call.layout
         count = len(self.mine)
-        q = self.load_queries()
+        q = self.q
         self.partial = Partial(call.rows, count, call.heads, call.dim)
         self.parts = nl.ndarray((call.rows, call.heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
         # In the order of the exchange: a tile's heads of one rank, then its next tile.
@@ -356,8 +387,8 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
                     unit.completes = self
                 call.pipeline.push(unit)
                 call.pieces.issue(PIECES_PER_UNIT)
-                if i >= UNITS_BEFORE_GATHER:
-                    self.gather_following()
+                self.gather_ahead()
+                if not self.ahead:
                     call.exchange_pending()
 
     def finish(self, t: int) -> None:

@@ -80,6 +80,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         itemsize = transposer.itemsize
         per_tile = (layout.tile + self.head_dim + EXTRA_COLUMNS) * itemsize
         self.resident = max(2, RESIDENT_BYTES // (self.segment_tiles * per_tile))
+        self.column_sets = {}  # type: dict[str, Any]
         self.loaded = {}  # type: dict[str, Segment]
         self.order = []  # type: list[str]
 
@@ -104,33 +105,39 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         # 1 where all of a slot's K (V) is finite.
         k_finite = nl.ndarray((size, tiles), dtype=nl.float32, buffer=nl.sbuf)
         v_finite = nl.ndarray((size, tiles), dtype=nl.float32, buffer=nl.sbuf)
+        # All reads first: they take long, and GpSimd, which makes their descriptors, must not wait in between.
+        nisa.memset(dst=v, value=0.0, engine=nisa.engine.gpsimd)
+        keys = None if self.packed else self.read_rows(self.k_cache, index)
+        values = self.read_rows(self.v_cache, index, v[:, :, :dim])
         if self.packed:
             self.read_packed_keys(k, k_finite, head, first, tiles)
         batch = self.transposer.batch(size)
         for start in range(0, tiles, batch):
             stop = min(start + batch, tiles)
-            part = index[:, start:stop]
-            if not self.packed:
-                keys = self.read_rows(self.k_cache, part, k_finite[:, start:stop])
-                self.transpose_keys(k[:, start * size : stop * size], keys)
-            values = self.read_rows(self.v_cache, part, v_finite[:, start:stop])
-            nisa.tensor_copy(dst=v[:, start:stop, :dim], src=values, engine=nisa.engine.gpsimd)
+            if keys is not None:
+                part = self.converted(keys[:, start:stop, :])
+                zero_broken(part, k_finite[:, start:stop])
+                self.transpose_keys(k[:, start * size : stop * size], part)
+            part = v[:, start:stop, :dim]
+            if values is not None:
+                nisa.tensor_copy(dst=part, src=values[:, start:stop, :])
+            zero_broken(part, v_finite[:, start:stop])
         nisa.tensor_scalar(dst=v[:, :, dim], data=index, op0=nl.greater_equal, operand0=0.0)
         exact(v_finite, v_finite, k_finite, nl.multiply)
         nisa.tensor_scalar(dst=v[:, :, dim + 1], data=v_finite, op0=nl.less, operand0=1.0)
         return Segment(first, tiles, k, v)
 
-    def read_rows(self, cache: Any, index: Any, finite: Any) -> Any:
-        """[size, n, D] rows of n tiles, zero where left out or not finite."""
-        size, count = index.shape
+    def read_rows(self, cache: Any, index: Any, dst: Any = None) -> Any:
+        """[size, tiles, D] rows of a cache, zero where left out; None if they could be read into `dst`, which is zero."""
+        size, tiles = index.shape
         rows = cache.flatten_dims(0, 2)
-        stored = nl.ndarray((size, count, self.head_dim), dtype=rows.dtype, buffer=nl.sbuf)
-        nisa.memset(dst=stored, value=0.0, engine=nisa.engine.gpsimd)
-        for t in range(count):
-            gather_rows(stored[:, t, :], rows, index[:, t : t + 1])
-        wide = self.converted(stored)
-        zero_broken(wide, finite)
-        return wide
+        direct = dst is not None and rows.dtype == self.dtype
+        if not direct:
+            dst = nl.ndarray((size, tiles, self.head_dim), dtype=rows.dtype, buffer=nl.sbuf)
+            nisa.memset(dst=dst, value=0.0, engine=nisa.engine.gpsimd)
+        for t in range(tiles):
+            gather_rows(dst[:, t, :], rows, index[:, t : t + 1])
+        return None if direct else dst
 
     def read_packed_keys(self, k: Any, finite: Any, head: int, first: int, tiles: int) -> None:
         """Rows of the packed K are pairs of slots, [D, 2]; the second of a pair may hold nothing visible."""
@@ -138,7 +145,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         rows = self.k_cache.flatten_dims(0, 2).flatten_dims(1, 2)
         pairs = size // 2
         index = self.row_index(head, first, tiles, 2)
-        seen = self.visible(self.position_column(2, 1), first, tiles, pairs)
+        seen = self.visible(self.columns(2)[:, 2:3], first, tiles, pairs)
         flags = nl.ndarray((pairs, tiles, 2), dtype=nl.float32, buffer=nl.sbuf)
         for t in range(tiles):
             stored = nl.ndarray((pairs, dim * 2), dtype=rows.dtype, buffer=nl.sbuf)
@@ -191,8 +198,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         size, per_block = layout.tile // step, layout.block_size // step
         index = self.block_entries(first, tiles, step)
         exact(index, index, filled(self.kv_heads * per_block, size, tiles), nl.multiply)
-        inside = constant_column([slot % layout.block_size // step + 1 for slot in range(0, layout.tile, step)])
-        exact(index, index, inside.broadcast(1, tiles), nl.add)
+        exact(index, index, self.columns(step)[:, 0:1].broadcast(1, tiles), nl.add)
         # Parts of a block larger than a tile, and this head's rows.
         starts = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
         parts = max(1, layout.block_size // layout.tile)
@@ -205,7 +211,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
                     engine=nisa.engine.gpsimd,
                 )
         exact(index, index, starts, nl.add)
-        exact(index, index, self.visible(self.position_column(step, 0), first, tiles, size), nl.multiply)
+        exact(index, index, self.visible(self.columns(step)[:, 1:2], first, tiles, size), nl.multiply)
         exact(index, index, filled(-1, size, tiles), nl.add)
         return index
 
@@ -213,28 +219,40 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         """int32 [size/step, tiles]: the block table's entry for each slot; -1 past its end."""
         layout = self.layout
         size = layout.tile // step
-        entries = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.memset(dst=entries, value=-1, engine=nisa.engine.gpsimd)
-        if layout.block_size > layout.tile:
-            parts = layout.block_size // layout.tile
+        per_tile, parts = max(1, layout.tile // layout.block_size), max(1, layout.block_size // layout.tile)
+        entries = nl.ndarray((per_tile, tiles), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.memset(dst=entries, value=-1)
+        if parts > 1:
             for t in range(tiles):
-                source = self.block_tables.ap([[0, size], [1, 1]], offset=(first + t) // parts)
-                nisa.dma_copy(dst=entries[:, t : t + 1], src=source)
-            return entries
-        per_tile, repeat = layout.tile // layout.block_size, layout.block_size // step
-        whole = min(tiles, layout.blocks // per_tile - first)
-        if whole > 0:
-            pattern = [[1, per_tile], [0, repeat], [per_tile, whole]]
-            nisa.dma_copy(dst=entries[:, :whole], src=self.block_tables.ap(pattern, offset=first * per_tile))
-        rest = layout.blocks - (first + whole) * per_tile
-        if whole < tiles and rest > 0:
-            source = self.block_tables.ap([[1, rest], [0, repeat], [1, 1]], offset=(first + whole) * per_tile)
-            nisa.dma_copy(dst=entries[: rest * repeat, whole : whole + 1], src=source)
-        return entries
+                block = (first + t) // parts
+                nisa.dma_copy(dst=entries[:, t : t + 1], src=self.block_tables[:, block : block + 1])
+        else:
+            whole = min(tiles, layout.blocks // per_tile - first)
+            if whole > 0:
+                pattern = [[1, per_tile], [per_tile, whole]]
+                nisa.dma_copy(dst=entries[:, :whole], src=self.block_tables.ap(pattern, offset=first * per_tile))
+            rest = layout.blocks - (first + whole) * per_tile
+            if whole < tiles and rest > 0:
+                source = self.block_tables.ap([[1, rest], [1, 1]], offset=(first + whole) * per_tile)
+                nisa.dma_copy(dst=entries[:rest, whole : whole + 1], src=source)
+        numbers = nl.ndarray((per_tile, tiles), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=numbers, src=entries)
+        over = np.zeros((per_tile, size), dtype=np.float32)
+        for slot in range(size):
+            over[slot * per_tile // size, slot] = 1.0
+        return self.transposer.spread(numbers, constant(over))
 
-    def position_column(self, step: int, start: int) -> Any:
-        """int32 [size/step, 1]: positions of slots start, start+step, ... of tile 0 on rank 0."""
-        return constant_column([self.layout.position(slot) for slot in range(start, self.layout.tile, step)])
+    def columns(self, step: int) -> Any:
+        """int32 [size/step, 3], for every `step`-th slot of tile 0: its row in the block plus 1, its position on rank 0,
+        and that of the slot after it."""
+        layout = self.layout
+        key = str(step)
+        if key not in self.column_sets:
+            slots = range(0, layout.tile, step)
+            inside = [slot % layout.block_size // step + 1 for slot in slots]
+            rows = [inside, [layout.position(slot) for slot in slots], [layout.position(slot + 1) for slot in slots]]
+            self.column_sets[key] = self.transposer.to_columns(constant(np.array(rows, dtype=np.float32)))
+        return self.column_sets[key]
 
     def visible(self, column: Any, first: int, tiles: int, size: int) -> Any:
         """int32 [size, tiles]: 1 for slots that some query of the call sees by position on this rank, else 0."""
@@ -293,8 +311,8 @@ def filled(value: int, size: int, tiles: int) -> Any:
     return column.broadcast(1, tiles)
 
 
-def constant_column(values: list[int]) -> Any:
-    """int32 [n, 1] of values known at compile time."""
-    column = nl.ndarray((len(values), 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=column, src=nl.shared_constant(np.array(values, dtype=np.int32).reshape(-1, 1)))
-    return column
+def constant(values: Any) -> Any:
+    """A NumPy array on chip."""
+    tile = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=nl.shared_constant(values))
+    return tile

@@ -39,6 +39,26 @@ class Transposer(nl.NKIObject):  # type: ignore[misc]
         self.copy_out(dst, self.bank[:columns, self.half, : len(tiles) * rows])
         self.half = 1 - self.half
 
+    def to_columns(self, rows: Any) -> Any:
+        """int32 [n, k] from float32 [k, n] of whole numbers."""
+        count, length = rows.shape
+        turned = self.bank[:length, self.half, :].view(nl.float32)[:, :count]
+        nisa.nc_transpose(dst=turned, data=rows)
+        return self.integers(turned)
+
+    def spread(self, rows: Any, over: Any) -> Any:
+        """int32 [n, k]: over.T @ rows, from float32 rows [m, k] of whole numbers and over [m, n] of zeros and ones."""
+        result = self.bank[: over.shape[1], self.half, :].view(nl.float32)[:, : rows.shape[1]]
+        nisa.nc_matmul(dst=result, stationary=over, moving=rows, accumulate=False)
+        return self.integers(result)
+
+    def integers(self, values: Any) -> Any:
+        """Copy of half of the bank, as int32."""
+        copy = nl.ndarray(values.shape, dtype=nl.int32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=copy, src=values)
+        self.half = 1 - self.half
+        return copy
+
     def copy_out(self, dst: Any, src: Any) -> None:
         """Copy out of PSUM bit for bit; pairs of 16-bit elements as one 32-bit element, which halves the time."""
         if self.itemsize == 2 and src.shape[1] % 2 == 0:
