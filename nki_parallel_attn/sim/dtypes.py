@@ -123,8 +123,10 @@ def _encode_float8_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_float8_e4m3fn(values: torch.Tensor) -> torch.Tensor:
-    # 464 is the last value that rounds to 448; torch would saturate above it.
-    return torch.where(values.abs() > 464.0, float("nan"), values).to(torch.float8_e4m3fn)
+    # 464 is the last value that rounds to 448; torch would saturate above it. Looking first is cheap, choosing is not.
+    if values.numel() and not float(values.abs().amax()) <= 464.0:
+        values = torch.where(values.abs() > 464.0, float("nan"), values)
+    return values.to(torch.float8_e4m3fn)
 
 
 def _encode_float8_e8m0(values: torch.Tensor) -> torch.Tensor:
