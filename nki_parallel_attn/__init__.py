@@ -36,8 +36,10 @@ __all__ = [
     "ReplicaGroup",
     "RoundRobin",
     "ShardingPlan",
+    "attention_block_tkg",
     "attention_const_max",
     "attention_kv_parallel_segmented_cte",
+    "gen_mask_tkg",
     "softmax_max_from_qk_norm",
 ]
 

@@ -75,3 +75,7 @@ def attention_const_max(
     arguments = (q_hbm, k_hbm, v_hbm, softmax_max, softmax_scale, q_layout, k_layout)
     out: Tensor = simulate(attention_const_max, world_size=1, lnc=lnc, target=target)([arguments])[0]
     return out
+
+
+def attention_block_tkg(*_: object, **__: object) -> tuple[Tensor, Tensor, Tensor]:
+    raise UnsupportedFeatureError("attention_block_tkg has no NKI kernel yet; use backend='torch'")

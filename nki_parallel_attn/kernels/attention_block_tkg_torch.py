@@ -45,20 +45,20 @@ def attention_block_tkg(
         maximum = cache.fp8_max(args.dtype_mode, args.target)
         k = cache.quantise(k, args.k_scale, maximum, args.K_cache.dtype)
         v = cache.quantise(v, args.v_scale, maximum, args.V_cache.dtype)
-    if args.skip_attention:
+    with collectives.open_groups(kvdp_exchange, cp_exchange) as (kvdp, cp):
         out = q
-    else:
-        mode = args.KVDP_collective_mode or KVDPCollectiveMode.ALL_GATHER_SLICE
-        if kvdp_exchange is not None:
-            q = collectives.heads_for_batch(q, kvdp_exchange, mode)
-        if cp_exchange is not None:
-            q = collectives.gather_heads(q, cp_exchange)
-        active_k, active_v = (t.view(cache.FP8).to(q.dtype) if fp8 else t for t in (k, v))
-        partial, lse = attend(q, active_k, active_v, args, sizes)
-        out = collectives.combine(partial, lse, args.sink, q.dtype, cp_exchange)
-        if kvdp_exchange is not None:
-            out = collectives.batch_for_heads(out, kvdp_exchange, mode)
-    result = projection.project_out(out, args, sizes)
+        if not args.skip_attention:
+            mode = args.KVDP_collective_mode or KVDPCollectiveMode.ALL_GATHER_SLICE
+            if kvdp is not None:
+                q = collectives.heads_for_batch(q, kvdp, mode)
+            if cp is not None:
+                q = collectives.gather_heads(q, cp)
+            active_k, active_v = (t.view(cache.FP8).to(q.dtype) if fp8 else t for t in (k, v))
+            partial, lse = attend(q, active_k, active_v, args, sizes)
+            out = collectives.combine(partial, lse, args.sink, q.dtype, cp)
+            if kvdp is not None:
+                out = collectives.batch_for_heads(out, kvdp, mode)
+        result = projection.project_out(out, args, sizes)
     if not args.update_cache:
         new_k = k.permute(3, 0, 1, 2)
         return result, (new_k.squeeze(2) if sizes.kv_heads == 1 else new_k).contiguous(), v.contiguous()

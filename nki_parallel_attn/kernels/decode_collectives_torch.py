@@ -8,47 +8,62 @@ What goes over the wire is in Q's dtype, log-sum-exps in float32 (float64 for fl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from nki_parallel_attn.kernels.collectives_torch import Exchange
+from nki_parallel_attn.kernels.collectives_torch import Exchange, Round
 from nki_parallel_attn.topology.types import KVDPCollectiveMode
 
 
-def heads_for_batch(q: Tensor, exchange: Exchange, mode: KVDPCollectiveMode) -> Tensor:
+class Group(NamedTuple):
+    """An open round of one group, and this rank's place in it."""
+
+    round: Round
+    rank: int
+    size: int
+
+
+@contextmanager
+def open_groups(kvdp: Exchange | None, cp: Exchange | None) -> Iterator[tuple[Group | None, Group | None]]:
+    """One round of each group for the whole step, so that a failure in one also stops the ranks of the other."""
+    if kvdp is not None:
+        with kvdp.round() as opened, open_groups(None, cp) as (_, cp_group):
+            yield Group(opened, kvdp.rank, kvdp.size), cp_group
+    elif cp is not None:
+        with cp.round() as opened:
+            yield None, Group(opened, cp.rank, cp.size)
+    else:
+        yield None, None
+
+
+def heads_for_batch(q: Tensor, group: Group, mode: KVDPCollectiveMode) -> Tensor:
     """[B, h, S, d] of this rank's heads to [B/R, R*h, S, d]: all ranks' heads of this rank's sequences."""
-    rows = len(q) // exchange.size
-    with exchange.round() as opened:
-        if mode is KVDPCollectiveMode.ALL_GATHER_SLICE:
-            gathered = opened.all_gather(q, dim=1)[exchange.rank * rows : (exchange.rank + 1) * rows]
-            return gathered.flatten(1, 2).clone()
-        outbox = opened.outbox((rows, *q.shape[1:]), q.dtype)
-        for slot, part in zip(outbox, torch.split(q, rows), strict=True):
-            slot.copy_(part)
-        (parts,) = opened.all_to_all(outbox)
-        return torch.cat(parts, 1)
+    rows = len(q) // group.size
+    if mode is KVDPCollectiveMode.ALL_GATHER_SLICE:
+        return group.round.all_gather(q, dim=1)[group.rank * rows : (group.rank + 1) * rows].flatten(1, 2)
+    return torch.cat(_trade(group, torch.split(q, rows), q.dtype), 1)
 
 
-def batch_for_heads(out: Tensor, exchange: Exchange, mode: KVDPCollectiveMode) -> Tensor:
+def batch_for_heads(out: Tensor, group: Group, mode: KVDPCollectiveMode) -> Tensor:
     """The way back: [B/R, R*h, S, d] to [B, h, S, d]."""
-    heads = out.shape[1] // exchange.size
-    with exchange.round() as opened:
-        if mode is KVDPCollectiveMode.ALL_GATHER_SLICE:
-            gathered = opened.all_gather(out, dim=0)
-            return gathered[:, :, exchange.rank * heads : (exchange.rank + 1) * heads].flatten(0, 1).clone()
-        outbox = opened.outbox((out.shape[0], heads, *out.shape[2:]), out.dtype)
-        for slot, part in zip(outbox, torch.split(out, heads, 1), strict=True):
-            slot.copy_(part)
-        (parts,) = opened.all_to_all(outbox)
-        return torch.cat(parts, 0)
+    heads = out.shape[1] // group.size
+    if mode is KVDPCollectiveMode.ALL_GATHER_SLICE:
+        gathered = group.round.all_gather(out, dim=0)
+        # A copy: the result leaves the round.
+        return gathered[:, :, group.rank * heads : (group.rank + 1) * heads].flatten(0, 1).clone()
+    return torch.cat(_trade(group, torch.split(out, heads, 1), out.dtype), 0)
 
 
-def gather_heads(q: Tensor, exchange: Exchange) -> Tensor:
+def gather_heads(q: Tensor, group: Group) -> Tensor:
     """[B, h, S, d] to [B, R*h, S, d], heads in rank order."""
-    return exchange.all_gather(q, dim=1).flatten(1, 2)
+    return group.round.all_gather(q, dim=1).flatten(1, 2)
 
 
-def combine(out: Tensor, lse: Tensor, sink: Tensor | None, dtype: torch.dtype, exchange: Exchange | None) -> Tensor:
+def combine(out: Tensor, lse: Tensor, sink: Tensor | None, dtype: torch.dtype, group: Group | None) -> Tensor:
     """Merge the ranks' partials and hand each rank its own heads.
 
     Every rank learns all log-sum-exps, scales its partial to the common denominator and sends it to the heads' owner,
@@ -58,25 +73,29 @@ def combine(out: Tensor, lse: Tensor, sink: Tensor | None, dtype: torch.dtype, e
         out: [B, H, S, d], normalised over this rank's keys; 0 where it sees none.
         lse: [B, H, S], -inf where it sees none.
         sink: [H, 1], one logit per head that joins the denominator once over the group.
-        exchange: None for a rank alone.
+        group: None for a rank alone.
 
     Returns:
         [B, H/R, S, d] of `dtype`, 0 for a row that sees nothing on any rank.
     """
-    if exchange is None:
+    if group is None:
         return (out * _share(lse, lse, sink)).to(dtype)
-    heads = out.shape[1] // exchange.size
-    with exchange.round() as opened:
-        total = torch.logsumexp(opened.all_gather(lse), 0)
-        scaled = out * _share(lse, total, sink)
-        outbox = opened.outbox((out.shape[0], heads, *out.shape[2:]), dtype)
-        for slot, part in zip(outbox, torch.split(scaled, heads, 1), strict=True):
-            slot.copy_(part)
-        (parts,) = opened.all_to_all(outbox)
-        merged = parts[0].to(out.dtype, copy=True)
-        for part in parts[1:]:
-            merged += part
-        return merged.to(dtype)
+    total = torch.logsumexp(group.round.all_gather(lse), 0)
+    scaled = out * _share(lse, total, sink)
+    parts = _trade(group, torch.split(scaled, out.shape[1] // group.size, 1), dtype)
+    merged = parts[0].to(out.dtype, copy=True)
+    for part in parts[1:]:
+        merged += part
+    return merged.to(dtype)
+
+
+def _trade(group: Group, outgoing: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Send outgoing[r] to rank r, rounded to `dtype`; what came from each rank, valid until the round ends."""
+    outbox = group.round.outbox(outgoing[0].shape, dtype)
+    for slot, part in zip(outbox, outgoing, strict=True):
+        slot.copy_(part)
+    (parts,) = group.round.all_to_all(outbox)
+    return parts
 
 
 def _share(lse: Tensor, total: Tensor, sink: Tensor | None) -> Tensor:

@@ -5,11 +5,15 @@ Norms are computed in float32 (float64 for float64 inputs) and rounded to X's dt
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
+from nki_parallel_attn.kernels.decode_cache_torch import FP8, fp8_max
 from nki_parallel_attn.kernels.online_softmax_torch import stat_dtype
+from nki_parallel_attn.topology.types import QuantizationType
 
 PARTITIONS = 128
 DEFAULT_RMSNORM_X_EPS = 1e-3
@@ -48,7 +52,7 @@ def hidden_states(args: BlockArguments, sizes: BlockSizes) -> Tensor:
 
 def project_qkv(hidden: Tensor, args: BlockArguments, sizes: BlockSizes) -> tuple[Tensor, Tensor, Tensor]:
     """Q [B, q_heads, S_tkg, d], K and V [B, kv_heads, S_tkg, d], in hidden's dtype."""
-    qkv = affine(hidden, args.W_qkv, args.bias_qkv)
+    qkv = affine(hidden, args.W_qkv, args.bias_qkv, qkv_scales(args, sizes))
     heads = qkv.view(sizes.batch, sizes.tokens, -1, sizes.head_dim).transpose(1, 2)
     q, k, v = torch.split(heads, [sizes.q_heads, sizes.kv_heads, sizes.kv_heads], 1)
     return q, k, v
@@ -61,7 +65,7 @@ def project_out(attention: Tensor, args: BlockArguments, sizes: BlockSizes) -> T
             return attention.permute(3, 0, 1, 2).reshape(sizes.head_dim, -1)
         return attention.transpose(2, 3).contiguous()
     flat = attention.transpose(1, 2).reshape(sizes.batch * sizes.tokens, -1)
-    out = affine(flat, args.W_out, args.bias_out)
+    out = affine(flat, args.W_out, args.bias_out, out_scales(args))
     if args.transposed_out:
         transposed = to_transposed(out, args.lnc)
         if not args.out_in_sb:
@@ -74,9 +78,56 @@ def project_out(attention: Tensor, args: BlockArguments, sizes: BlockSizes) -> T
     return cores[0] if args.lnc == 1 else tuple(core.contiguous() for core in cores)
 
 
-def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+class Scales(NamedTuple):
+    """How a float8 weight is dequantised.
+
+    Attributes:
+        columns: [n], what each column's product is multiplied with; STATIC has the input scale in it.
+        input: STATIC's input scale; None leaves activations as they are (ROW).
+        maximum: largest value of the float8 that activations are quantised to.
+    """
+
+    columns: Tensor
+    input: Tensor | None
+    maximum: float
+
+
+def qkv_scales(args: BlockArguments, sizes: BlockSizes) -> Scales | None:
+    """None for NONE. STATIC has one weight scale each for Q, K and V, ROW one per column."""
+    if args.weight_dequant_scale_qkv is None:
+        return None
+    weight = args.weight_dequant_scale_qkv[0].to(stat_dtype(args.X.dtype))
+    maximum = fp8_max(args.dtype_mode, args.target)
+    if args.quantization_type_qkv is QuantizationType.ROW:
+        return Scales(weight, None, maximum)
+    assert args.input_dequant_scale_qkv is not None
+    heads = torch.tensor([sizes.q_heads, sizes.kv_heads, sizes.kv_heads], device=weight.device)
+    given = args.input_dequant_scale_qkv[0, 0].to(weight.dtype)
+    return Scales(weight.repeat_interleave(heads * sizes.head_dim) * given, given, maximum)
+
+
+def out_scales(args: BlockArguments) -> Scales | None:
+    """None for NONE. STATIC has one weight scale, ROW one per column."""
+    if args.weight_dequant_scale_out is None:
+        return None
+    weight = args.weight_dequant_scale_out[0].to(stat_dtype(args.X.dtype))
+    maximum = fp8_max(args.dtype_mode, args.target)
+    if args.quantization_type_out is QuantizationType.ROW:
+        return Scales(weight, None, maximum)
+    assert args.input_dequant_scale_out is not None
+    given = args.input_dequant_scale_out[0, 0].to(weight.dtype)
+    return Scales(weight * given, given, maximum)
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales | None) -> Tensor:
     """x @ weight + bias, accumulated in float32 and rounded once to x's dtype."""
-    return x @ weight if bias is None else torch.addmm(bias.to(x.dtype), x, weight)
+    if scales is None:
+        return x @ weight if bias is None else torch.addmm(bias.to(x.dtype), x, weight)
+    wide = x.to(scales.columns.dtype)
+    if scales.input is not None:
+        wide = (wide / scales.input).clamp(-scales.maximum, scales.maximum).to(FP8).to(wide.dtype)
+    out = (wide @ weight.to(wide.dtype)) * scales.columns
+    return (out if bias is None else out + bias.to(out.dtype)).to(x.dtype)
 
 
 def from_transposed(x: Tensor) -> Tensor:

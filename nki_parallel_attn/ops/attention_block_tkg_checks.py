@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
 from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
-from nki_parallel_attn.ops.decode_quantization_checks import check_out_quantization, check_qkv_quantization
+from nki_parallel_attn.ops.decode_quantization_checks import MX_TYPES, check_out_quantization, check_qkv_quantization
 from nki_parallel_attn.ops.validation import (
     check_bool,
     check_device,
@@ -32,7 +32,6 @@ BOOLS = (
     "rmsnorm_X_enabled rmsnorm_QK_pre_rope_enabled rope_contiguous_layout rmsnorm_QK_post_rope_enabled update_cache "
     "transposed_out out_in_sb enable_fa_s_prior_tiling skip_attention is_h_transposed_by_4 is_qk_swapped"
 )
-MX_TYPES = (QuantizationType.MX, QuantizationType.STATIC_MX, QuantizationType.ROW_MX)
 
 
 def block_sizes(args: BlockArguments) -> BlockSizes:
@@ -125,8 +124,9 @@ def shared_fields(args: BlockArguments, sizes: BlockSizes) -> dict[str, object]:
 
 def _cache_sizes(args: BlockArguments) -> tuple[int, int, int, int | None]:
     """B_attn, kv_heads, d_head, block_len; K and V against each other."""
-    if not isinstance(args.X, Tensor):
-        raise ArgumentTypeError("X", type(args.X).__name__, "a torch tensor")
+    if not isinstance(args.X, Tensor) or args.X.dtype not in X_DTYPES:
+        got = args.X.dtype if isinstance(args.X, Tensor) else type(args.X).__name__
+        raise ArgumentTypeError("X", got, "a tensor of " + " or ".join(map(str, X_DTYPES)))
     dtypes = (args.X.dtype, *FP8_DTYPES)
     if args.active_blocks_table is None:
         if args.fp8_packed:
@@ -206,7 +206,7 @@ def _check_projections(args: BlockArguments, sizes: BlockSizes) -> None:
         raise ArgumentError("rmsnorm_X_gamma", "a tensor", "None with rmsnorm_X_enabled=False")
     if args.rmsnorm_X_eps is not None:
         _check_eps("rmsnorm_X_eps", args.rmsnorm_X_eps)
-    check_qkv_quantization(args, sizes)
+    check_qkv_quantization(args)
     columns = args.W_qkv.shape[1]
     _check_optional(
         args, "bias_qkv", "1, d_head*(q_heads + 2*kv_heads)", SCALE_DTYPES, **{"d_head*(q_heads + 2*kv_heads)": columns}

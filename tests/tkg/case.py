@@ -29,6 +29,8 @@ from tests.tkg import oracle
 
 FP8 = torch.float8_e4m3fn
 PAD = -1
+QKV_SCALES = torch.tensor([0.02, 0.03, 0.01], dtype=torch.float64)
+INPUT_SCALE, OUT_SCALE = 0.02, 0.05
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ class Case:
         made["cos"], made["sin"] = angle.cos(), angle.sin()
         size = (self.kv_heads, self.head_dim)
         std = 20.0 if self.fp8 else 1.0
+        made["w8"] = (made["w"] * 50).to(FP8)
+        made["w_out8"] = (made["w_out"] * 20).to(FP8)
         made["prior"] = [
             tuple(normal(size[0], length, size[1], std=std).to(self.stored) for _ in range(2))
             for length in self.lengths
@@ -190,6 +194,36 @@ class Case:
         top = 448 if self.dtype_mode == "OCP" else 240
         return (value * scale).clamp(-top, top).to(FP8).double()
 
+    def static_input(self, x: Tensor) -> Tensor:
+        """What STATIC makes of activations, dequantised."""
+        top = 448 if self.dtype_mode == "OCP" else 240
+        return (x / INPUT_SCALE).clamp(-top, top).to(FP8).double() * INPUT_SCALE
+
+    @staticmethod
+    def column_scales(count: int) -> Tensor:
+        return 0.015 + 0.01 * torch.arange(count, dtype=torch.float64).cos()
+
+    def out_weight(self, index: int) -> Tensor:
+        """A rank's rows of the output projection, dequantised, float64."""
+        heads = self.heads_of(index)
+        rows = slice(heads.start * self.head_dim, heads.stop * self.head_dim)
+        weight = self.tensors["w_out" if self.out_type == "NONE" else "w_out8"][rows].double()
+        return weight * {"NONE": 1, "STATIC": OUT_SCALE, "ROW": self.column_scales(weight.shape[1])}[self.out_type]
+
+    def scale_arguments(self, columns: Tensor) -> dict[str, Tensor | None]:
+        """The four scale tensors of a rank with these columns of W_qkv."""
+        repeat = 128 if self.seed % 2 else 1
+        row = self.column_scales(self.head_dim * (self.all_q_heads + 2 * self.kv_heads))[columns]
+        qkv = {"STATIC": QKV_SCALES, "ROW": row}.get(self.qkv_type)
+        out = {"STATIC": torch.tensor([OUT_SCALE], dtype=torch.float64), "ROW": self.column_scales(256)}.get(self.out_type)
+        given = torch.full((128, 1), INPUT_SCALE, dtype=torch.float64)
+        return {
+            "weight_dequant_scale_qkv": None if qkv is None else qkv.repeat(repeat, 1),
+            "input_dequant_scale_qkv": given[:repeat] if self.qkv_type == "STATIC" else None,
+            "weight_dequant_scale_out": None if out is None else out.repeat(128, 1),
+            "input_dequant_scale_out": given if self.out_type == "STATIC" else None,
+        }
+
     @cached_property
     def projected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of the whole model, float64, before quantisation."""
@@ -204,7 +238,12 @@ class Case:
             return oracle.Norm(eps=1e-5, gamma=gammas[0]), oracle.Norm(eps=1e-5, gamma=gammas[1])
 
         def project(hidden: Tensor) -> Tensor:
-            product = hidden[..., :actual] @ t["w"].double()[:actual]
+            widths = torch.tensor([self.all_q_heads, self.kv_heads, self.kv_heads]) * self.head_dim
+            scales = {"STATIC": QKV_SCALES.repeat_interleave(widths), "ROW": self.column_scales(int(widths.sum()))}
+            weight = t["w"] if self.qkv_type == "NONE" else t["w8"]
+            if self.qkv_type == "STATIC":
+                hidden = self.static_input(hidden)
+            product = hidden[..., :actual] @ weight.double()[:actual] * scales.get(self.qkv_type, 1)
             return product + t["bias"].double() if self.bias else product
 
         return oracle.new_tokens(
@@ -389,11 +428,10 @@ class Case:
             "rmsnorm_X_enabled": bool(self.rmsnorm_x),
             "rmsnorm_X_eps": None,
             "rmsnorm_X_gamma": gamma if self.rmsnorm_x == "gamma" else None,
-            "W_qkv": t["w"][:, columns],
+            "W_qkv": t["w"][:, columns] if self.qkv_type == "NONE" else t["w8"].double()[:, columns].to(FP8),
+            **self.scale_arguments(columns),
             "bias_qkv": t["bias"][:, columns] if self.bias else None,
             "quantization_type_qkv": QuantizationType[self.qkv_type],
-            "weight_dequant_scale_qkv": None,
-            "input_dequant_scale_qkv": None,
             "rmsnorm_QK_pre_rope_enabled": bool(self.pre),
             "rmsnorm_QK_pre_rope_eps": 1e-5,
             "rmsnorm_QK_pre_rope_W_Q": t["pre_q"] if self.pre == "gamma" else None,
@@ -413,11 +451,9 @@ class Case:
             "sink": t["sink"] if self.sink else None,
             "update_cache": self.update,
             "kv_cache_update_idx": update if self.update or self.seed % 2 else None,
-            "W_out": t["w_out"][rows] if projected else None,
+            "W_out": t["w_out" if self.out_type == "NONE" else "w_out8"][rows] if projected else None,
             "bias_out": t["bias_out"] if self.out == "bias" else None,
             "quantization_type_out": QuantizationType[self.out_type],
-            "weight_dequant_scale_out": None,
-            "input_dequant_scale_out": None,
             "transposed_out": self.out == "transposed",
             "out_in_sb": self.in_sb,
             "transposed_in": self.transposed_in,

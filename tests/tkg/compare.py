@@ -49,9 +49,9 @@ def check_output(case: Case, index: int, out: Any) -> None:
         assert tuple(out.shape) == shape and out.dtype == case.dtype
         deviation = (out.double() - attention.transpose(2, 3)).abs().amax((1, 2))
     else:
-        heads = case.heads_of(index)
-        weight = case.tensors["w_out"][heads.start * case.head_dim : heads.stop * case.head_dim].double()
-        expected = attention.transpose(1, 2).flatten(0, 1).flatten(1) @ weight
+        weight = case.out_weight(index)
+        flat = attention.transpose(1, 2).flatten(0, 1).flatten(1)
+        expected = (case.static_input(flat) if case.out_type == "STATIC" else flat) @ weight
         if case.out == "bias":
             expected = expected + case.tensors["bias_out"].double()
         out = natural_order(case, out)

@@ -30,6 +30,7 @@ def single_switches() -> list[Case]:
         "max_context_len": {"cache": "block4"},
         "dtype_mode": {"fp8": "fp8"},
         "layout": {"cp": 2, "cache": "block4"},
+        "out_type": {"out": "bias"},
         "kvdp_mode": {"kvdp": 2},
         "cp_mode": {"cp": 2, "cache": "block4"},
     }
