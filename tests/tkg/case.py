@@ -75,6 +75,7 @@ class Case:
     cp_mode: str | None = None
     qkv_type: str = "NONE"
     out_type: str = "NONE"
+    longest: int = 0  # positions go up to it; 0 for a few blocks
     seed: int = 0
 
     block_len = 4
@@ -108,7 +109,7 @@ class Case:
         """[B, S_tkg]; flat caches get tokens of one owner."""
         generator = torch.Generator().manual_seed(self.seed)
         layout, rows = self.layout_of(), []
-        top = min(16 * self.cp, 45) - self.tokens
+        top = (self.longest or min(16 * self.cp, 45)) - self.tokens
         for _ in range(self.batch):
             for _ in range(1000):
                 start = int(torch.randint(0, top + 1, (1,), generator=generator))
@@ -215,7 +216,9 @@ class Case:
         repeat = 128 if self.seed % 2 else 1
         row = self.column_scales(self.head_dim * (self.all_q_heads + 2 * self.kv_heads))[columns]
         qkv = {"STATIC": QKV_SCALES, "ROW": row}.get(self.qkv_type)
-        out = {"STATIC": torch.tensor([OUT_SCALE], dtype=torch.float64), "ROW": self.column_scales(256)}.get(self.out_type)
+        out = {"STATIC": torch.tensor([OUT_SCALE], dtype=torch.float64), "ROW": self.column_scales(256)}.get(
+            self.out_type
+        )
         given = torch.full((128, 1), INPUT_SCALE, dtype=torch.float64)
         return {
             "weight_dequant_scale_qkv": None if qkv is None else qkv.repeat(repeat, 1),
@@ -317,7 +320,7 @@ class Case:
     @property
     def slots(self) -> int:
         """Local slots of each sequence's cache, with room for a full mask's active tokens."""
-        top = min(int(self.positions.max()) + 1, 16 * self.cp) if self.layout == "contiguous" else 48
+        top = min(int(self.positions.max()) + 1, 16 * self.cp) if self.layout == "contiguous" else max(48, self.longest)
         held = self.layout_of().local_slots(top)
         return held + (8 if self.mask != "pos_ids" else 0)
 
