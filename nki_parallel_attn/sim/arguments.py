@@ -89,16 +89,23 @@ class Arguments:
         """The kernel's result with every tensor replaced by an array of the caller's kind."""
         if isinstance(value, NkiTensor):
             for tensor, original in self._originals.values():
-                if tensor.storage is value.storage and tensor.shape == value.shape and tensor.dtype == value.dtype:
+                if tensor.storage is value.storage and _same_view(tensor, value):
                     return original
             if not self._core.computes:
                 return ShapeOnly(value.shape, value.dtype)
             return from_tensor(value, self.kind or "torch")
         if isinstance(value, (tuple, list)):
-            return type(value)(self.unwrap(item) for item in value)
+            items = [self.unwrap(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, dict):
             return {key: self.unwrap(item) for key, item in value.items()}
         return value
+
+
+def _same_view(one: NkiTensor, other: NkiTensor) -> bool:
+    return (one.shape, one.strides, one.offset, one.dtype, one.indirection) == (
+        other.shape, other.strides, other.offset, other.dtype, other.indirection,
+    )  # fmt: skip
 
 
 def shape_only_tensor(core: Core, array: torch.Tensor | ShapeOnly, region: MemoryRegion, name: str) -> NkiTensor:
@@ -199,11 +206,28 @@ def _narrow(values: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _copy_back(array: torch.Tensor | np.ndarray[Any, Any], tensor: NkiTensor) -> None:
+    """Write the tensor's elements into the array.
+
+    Raises:
+        NkiValidationError: the kernel has written to an array that is read-only, or whose elements share memory.
+    """
     if isinstance(array, torch.Tensor):
-        with torch.no_grad():
-            array.copy_(from_tensor(tensor, "torch").reshape(array.shape))
-    elif array.flags.writeable:
-        array[...] = from_tensor(tensor, "numpy").reshape(array.shape)
+        values = from_tensor(tensor, "torch").reshape(array.shape).to(array.dtype)
+        if not any(stride == 0 and size > 1 for stride, size in zip(array.stride(), array.shape, strict=True)):
+            with torch.no_grad():
+                array.copy_(values)
+        elif not torch.equal(_bytes(values), _bytes(array.detach())):
+            fail("kernel-argument", f"the kernel wrote to {tensor.name}, whose elements share memory (expand)")
+    else:
+        written = from_tensor(tensor, "numpy").reshape(array.shape)
+        if array.flags.writeable:
+            array[...] = written
+        elif written.astype(array.dtype).tobytes() != array.tobytes():
+            fail("kernel-argument", f"the kernel wrote to {tensor.name}, a read-only array")
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_tensor(tensor: NkiTensor, kind: str) -> Any:
