@@ -6,7 +6,8 @@ after: barriers, exchanges and collectives raise it. An access races with an ear
 greater, when they touch the same element and one of them writes. The schedule plays no part, so a race is found
 whichever core ran first.
 
-A collective counts as an access of every core that takes part, and orders them only once it has happened.
+A collective counts as an access of every core that takes part, and orders them only once it has happened. Cores that
+name the same tensors take part as one; cores that name others run collectives of their own, which may race.
 """
 
 from __future__ import annotations
@@ -54,14 +55,13 @@ class RaceDetector:
         brought = {
             program: value for (index, program), value in call.meeting.arrived.items() if index == core.rank.index
         }
-        rank.access_together(
-            {
-                program: _shared_accesses(value.sources, value.destinations)
-                for program, value in brought.items()
-                if isinstance(value, Participant)
-            },
-            call,
-        )
+        participants = {program: value for program, value in brought.items() if isinstance(value, Participant)}
+        accesses = {program: _shared_accesses(v.sources, v.destinations) for program, v in participants.items()}
+        if len({value.key for value in participants.values()}) == 1:
+            rank.access_together(accesses, call)
+        else:
+            for program, mine in accesses.items():
+                rank.access(program, call, mine)
         rank.order(brought)
         for program in brought:
             if program != core.program_id:
@@ -93,7 +93,7 @@ class _Rank:
         self._record(core, call, accesses)
 
     def access_together(self, accesses: dict[int, list[Access]], call: Call) -> None:
-        """Accesses of several cores that belong to one collective and do not race with each other."""
+        """Accesses of several cores that take part in a collective as one and do not race with each other."""
         for core, mine in accesses.items():
             self._check(core, call, mine)
         for core, mine in accesses.items():

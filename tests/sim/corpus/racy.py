@@ -253,3 +253,14 @@ def second_collective_overwrites_what_the_other_core_reads(x, synchronise):
         nisa.core_barrier(data=dst, cores=BOTH)
     ncc.all_reduce([src], [dst], group, op=nl.maximum)
     return out
+
+
+@pair(world_size=2)
+def collectives_of_each_core_into_one_place(x, synchronise):
+    src, dst, out = shared(), shared(), shared()
+    core = nl.program_id(0)
+    write_own_half(src, x)
+    place = half(core if synchronise else 0)
+    ncc.all_reduce([src[half(core), :]], [dst[place, :]], ncc.ReplicaGroup([[0, 1]]), op=nl.add)
+    nisa.dma_copy(dst=out[half(core), :], src=dst[place, :])
+    return out
