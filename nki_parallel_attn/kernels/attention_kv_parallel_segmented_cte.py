@@ -5,7 +5,7 @@ The rows are cut into exchanges of about seg_size rows, last rows first, since t
     1. own Q is transposed and all-gathered                         HBM staging, one exchange ahead
     2. all heads attend to this rank's KV                           online_softmax.py, paged_kv.py, visible_slots.py
     3. partial outputs and log-sum-exps are exchanged all-to-all    HBM staging
-    4. own heads are merged and stored                              merge_partials.py, one exchange behind
+    4. own heads are merged and stored                              merge_partials.py, while the next ones run
 
 so that collectives run while the engines compute. LNC: cores take every other tile of rows through all four steps; they
 share nothing but the staging buffers.
@@ -27,7 +27,9 @@ QUERY_BYTES = 16 * 1024
 ACCUMULATOR_BYTES = 36 * 1024
 LEAST_SCALE = 1e-6
 # Pieces of element-wise work between two units.
-PIECES_PER_UNIT = 3
+PIECES_PER_UNIT = 2
+# Units between the all-to-all of an exchange and its merge: collective and reads take as long.
+UNITS_BEFORE_MERGE = 48
 
 
 @nki.jit  # type: ignore[untyped-decorator]
@@ -84,10 +86,13 @@ def attention_kv_parallel_segmented_cte(
     masks = SlotMasks(layout, call.rows, offset_fp32[: call.rows, :])
     call.pipeline = Pipeline(call.rows, layout.tile, call.dim, q.dtype, call.score_scale, call.transposer, masks)
     exchanges = [Exchange(call, start, stop) for start, stop in exchange_bounds(call.tiles, call.exchange_tiles)]
-    for exchange in exchanges[:3]:
-        exchange.load_own()
+    # In the order in which they are needed: all of these reads share the DMA engines.
+    exchanges[0].load_own()
     exchanges[0].gather()
     exchanges[0].load_queries()
+    call.kv.segment(0, 0)
+    for exchange in exchanges[1:3]:
+        exchange.load_own()
     for i in range(len(exchanges)):
         if i + 3 < len(exchanges):
             exchanges[i + 3].load_own()
@@ -95,8 +100,8 @@ def attention_kv_parallel_segmented_cte(
         ahead = exchanges[i + 1 : i + 3] if i == 0 else exchanges[i + 2 : i + 3]
         exchanges[i].attend(ahead, exchanges[i + 1] if i + 1 < len(exchanges) else None)
     call.complete_pending()
-    for exchange in call.unmerged:
-        exchange.merge()
+    while call.unmerged:
+        call.unmerged.pop(0).merge()
     call.pieces.drain()
     return call.out
 
@@ -182,6 +187,7 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         self.v_scale = None  # type: Any
         self.kv = None  # type: Any
         self.pipeline = None  # type: Any
+        self.urgent = Pieces()
         self.pieces = Pieces()
         self.pending = None  # type: Any
         self.unmerged = []  # type: list[Any]
@@ -190,7 +196,7 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         """Exchange what is pending, draining the pipeline if it must be."""
         if self.pending is not None and not self.pending.normalised:
             self.pipeline.flush()
-            self.pieces.drain()
+            self.urgent.drain()
         self.exchange_pending()
 
     def exchange_pending(self) -> None:
@@ -198,6 +204,13 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         if self.pending is not None and self.pending.normalised:
             pending, self.pending = self.pending, None
             pending.exchange()
+
+    def between_units(self) -> None:
+        """Some of the work that is not attention: what an exchange waits for before what follows one."""
+        left = PIECES_PER_UNIT - self.urgent.issue(PIECES_PER_UNIT)
+        self.pieces.issue(left)
+        if self.unmerged and self.pipeline.units >= self.unmerged[0].merge_at:
+            self.unmerged.pop(0).merge()
 
 
 class Exchange(nl.NKIObject):  # type: ignore[misc]
@@ -226,7 +239,10 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         self.steps = 0
         self.sent = False
         self.parts = None  # type: Any
-        self.merged = [None] * call.own_heads  # type: list[Any]
+        self.parts_in = []  # type: list[Any]
+        self.lses_in = None  # type: Any
+        self.merged = []  # type: list[Any]
+        self.merge_at = 0
         self.received = None  # type: Any
         self.received_lses = None  # type: Any
 
@@ -380,13 +396,15 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
             for start in range(0, len(visible), step):
                 part = visible[start : start + step]
                 bounds = call.pipeline.masks.bounds(row, part)
-                unit = Unit(q[:, head, t, :], self.partial, t, head, segment, part[0] - segment.first, len(part), bounds)
+                unit = Unit(
+                    q[:, head, t, :], self.partial, t, head, segment, part[0] - segment.first, len(part), bounds
+                )
                 unit.opens = start == 0
                 unit.closes = start + step >= len(visible)
                 if unit.closes and i == lasts[t]:
                     unit.completes = self
                 call.pipeline.push(unit)
-                call.pieces.issue(PIECES_PER_UNIT)
+                call.between_units()
                 self.gather_ahead()
                 if not self.ahead:
                     call.exchange_pending()
@@ -397,8 +415,8 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         self.unfinished -= 1
         if not self.unfinished:
             by_tile = self.log_sums.permute((0, 2, 1, 3))
-            normalise(self.partial, self.parts, by_tile, call.v_scale, call.pieces)
-            call.pieces.then(self, -1)
+            normalise(self.partial, self.parts, by_tile, call.v_scale, call.urgent)
+            call.urgent.then(self, -1)
 
     def pieces_done(self, head: int) -> None:
         """Head `head` is merged; -1: all are normalised."""
@@ -410,7 +428,7 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
     # 3. All-to-all of outputs, [heads, rows, tiles, D], and log-sum-exps, [group, rows, tiles, own heads].
 
     def exchange(self) -> None:
-        """Send each rank its heads; then merge the exchange before, which has arrived by now."""
+        """Send each rank its heads, and have what arrives read."""
         call = self.call
         if self.mine:
             nisa.dma_copy(dst=self.outs[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.parts)
@@ -423,27 +441,34 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
             self.synchronise(self.lses)
             ncc.all_to_all([self.outs], [self.received], call.replica_groups, 0)
             ncc.all_to_all([self.lses], [self.received_lses], call.replica_groups, 0)
-        call.unmerged.append(self)
-        if len(call.unmerged) > 1:
-            call.unmerged.pop(0).merge()
+        if self.mine:
+            self.merge_at = call.pipeline.units + UNITS_BEFORE_MERGE
+            self.load_received()
+            call.unmerged.append(self)
 
     # 4. Merge.
 
-    def merge(self) -> None:
-        """Merge own heads, one after the other, and store them."""
+    def load_received(self) -> None:
+        """Read the ranks' partial results of own heads."""
         call = self.call
         count = len(self.mine)
-        if not count:
-            return
-        lses = nl.ndarray((call.rows, call.group_size, count, call.own_heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=lses, src=self.received_lses[:, :, self.places(), :].permute((1, 0, 2, 3)))
-        weights = merge_weights(lses.flatten_dims(2, 3)).reshape(lses.shape)
+        shape = (call.rows, call.group_size, count, call.own_heads)
+        self.lses_in = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=self.lses_in, src=self.received_lses[:, :, self.places(), :].permute((1, 0, 2, 3)))
         parts_of = self.received.reshape_dim(0, (call.group_size, call.own_heads))
         for head in range(call.own_heads):
             parts = nl.ndarray((call.rows, call.group_size, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
             nisa.dma_copy(dst=parts, src=parts_of[:, head, :, self.places(), :].permute((1, 0, 2, 3)))
-            self.merged[head] = nl.ndarray((call.rows, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
-            merge(parts, weights[:, :, :, head], self.merged[head], call.pieces)
+            self.parts_in.append(parts)
+
+    def merge(self) -> None:
+        """Merge own heads, one after the other, and store them."""
+        call = self.call
+        weights = merge_weights(self.lses_in.flatten_dims(2, 3)).reshape(self.lses_in.shape)
+        for head in range(call.own_heads):
+            shape = (call.rows, len(self.mine), call.dim)
+            self.merged.append(nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf))
+            merge(self.parts_in[head], weights[:, :, :, head], self.merged[head], call.pieces)
             call.pieces.then(self, head)
 
     def store(self, head: int, merged: Any) -> None:

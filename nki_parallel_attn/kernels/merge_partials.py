@@ -1,7 +1,7 @@
 """Partial attention outputs: normalise before the exchange, merge by log-sum-exp after it.
 
-The statistics of an exchange are computed at once. The element-wise work is cut into small pieces, which the caller issues
-between units of attention: an engine runs in program order, and a long piece would keep the next maximum waiting.
+The statistics of an exchange are computed at once. The element-wise work is cut into small pieces, which the caller
+issues between units of attention: an engine runs in program order, and a long piece would keep the next maximum waiting.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ class Pieces(nl.NKIObject):  # type: ignore[misc]
         """Call owner.pieces_done(argument) after what has been added."""
         self.waiting.append([owner, argument])
 
-    def issue(self, count: int) -> None:
-        """Issue up to `count` on GpSimd."""
-        for _ in range(min(count, len(self.waiting))):
+    def issue(self, count: int) -> int:
+        """Issue up to `count` on GpSimd; how many it were."""
+        number = min(count, len(self.waiting))
+        for _ in range(number):
             self.issue_next(nisa.engine.gpsimd)
+        return number
 
     def drain(self) -> None:
         """Issue all, on GpSimd and Vector in turn."""

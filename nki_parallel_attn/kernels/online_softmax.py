@@ -25,7 +25,7 @@ from nki_parallel_attn.nki import nisa, nl
 BANK = 512
 SCORE_BUFFERS = 6
 COLUMN_RING = 16
-# Units whose scores are issued before the weights of one: the maxima of all units of a tile must be there for its first.
+# Units whose scores are issued before the weights of one: the maxima of a tile's units must be there for its first.
 LOOK_AHEAD = 4
 
 
@@ -95,9 +95,7 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         self.transposer = transposer
         self.masks = masks
         self.unit_tiles = BANK // slots
-        self.score_buffers = [
-            nl.ndarray((rows, BANK), dtype=nl.float32, buffer=nl.psum) for _ in range(SCORE_BUFFERS)
-        ]
+        self.score_buffers = [nl.ndarray((rows, BANK), dtype=nl.float32, buffer=nl.psum) for _ in range(SCORE_BUFFERS)]
         self.weight_buffers = [nl.ndarray((rows, BANK), dtype=dtype, buffer=nl.sbuf) for _ in range(3)]
         self.products = nl.ndarray((rows, 3, self.width), dtype=nl.float32, buffer=nl.psum)
         self.batch = transposer.batch(rows)

@@ -128,7 +128,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         return Segment(first, tiles, k, v)
 
     def read_rows(self, cache: Any, index: Any, dst: Any = None) -> Any:
-        """[size, tiles, D] rows of a cache, zero where left out; None if they could be read into `dst`, which is zero."""
+        """[size, tiles, D] rows of a cache, zero where left out; None if they were read into `dst`, which is zero."""
         size, tiles = index.shape
         rows = cache.flatten_dims(0, 2)
         direct = dst is not None and rows.dtype == self.dtype
@@ -243,8 +243,8 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         return self.transposer.spread(numbers, constant(over))
 
     def columns(self, step: int) -> Any:
-        """int32 [size/step, 3], for every `step`-th slot of tile 0: its row in the block plus 1, its position on rank 0,
-        and that of the slot after it."""
+        """int32 [size/step, 3], for every `step`-th slot of tile 0: row in the block plus 1, position on rank 0, and that
+        of the next slot."""
         layout = self.layout
         key = str(step)
         if key not in self.column_sets:

@@ -7,9 +7,9 @@ from typing import Any
 from nki_parallel_attn.nki import nisa, nl
 
 HALF_BYTES = 1024
-# Of three copies out of PSUM the Scalar Engine makes two: it copies 4 bytes per cycle, as the Vector Engine does at a
+# Of four copies out of PSUM the Scalar Engine makes three: it copies 4 bytes per cycle, as the Vector Engine does at a
 # lower clock, and the Vector Engine has the maxima to find.
-COPIES_PER_VECTOR_COPY = 3
+COPIES_PER_VECTOR_COPY = 4
 
 
 class Transposer(nl.NKIObject):  # type: ignore[misc]

@@ -11,8 +11,7 @@ from tests.kvp_nki.world import deviation, run
 from tests.tolerance import attention_tolerance
 
 
-@pytest.mark.parametrize("lnc", [1, 2])
-@pytest.mark.parametrize("target", ["trn2", "trn3"])
+@pytest.mark.parametrize(("target", "lnc"), [("trn2", 2), ("trn3", 1)])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fp8(dtype, packed, target, lnc):
