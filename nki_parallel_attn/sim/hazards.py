@@ -17,6 +17,7 @@ from .tensor import GatheredTensor, NkiTensor
 
 QUADRANT = 32
 MAX_LANES = 256
+MERGED = 16
 
 
 class Resource(Protocol):
@@ -32,12 +33,13 @@ Interval = list[Any]
 class Lane:
     """Intervals over [0, end) bytes. `cuts[i]` is where `intervals[i]` starts."""
 
-    __slots__ = ("cuts", "end", "intervals")
+    __slots__ = ("_found", "cuts", "end", "intervals")
 
     def __init__(self, end: int, interval: Interval) -> None:
         self.end = end
         self.cuts = [0]
         self.intervals = [interval]
+        self._found: dict[tuple[int, int], list[Interval]] = {}
 
     def copy(self) -> Lane:
         """An independent lane with the same history."""
@@ -48,25 +50,32 @@ class Lane:
 
     def range(self, low: int, high: int) -> list[Interval]:
         """The intervals that make up [low, high), cutting those that stick out."""
-        if low <= 0 and high >= self.end:
-            return self.intervals
-        start = self._cut(low) if low > 0 else 0
-        stop = self._cut(high) if high < self.end else len(self.cuts)
-        return self.intervals[start:stop]
+        found = self._found.get((low, high))
+        if found is None:
+            start = self._cut(low) if low > 0 else 0
+            stop = self._cut(high) if high < self.end else len(self.cuts)
+            found = self._found[low, high] = self.intervals[start:stop]
+        return found
 
     def _cut(self, at: int) -> int:
         index = bisect_left(self.cuts, at)
         if index == len(self.cuts) or self.cuts[index] != at:
             self.cuts.insert(index, at)
             self.intervals.insert(index, self.intervals[index - 1].copy())
+            self._found.clear()
         return index
 
-    def write(self, low: int, high: int, interval: Interval) -> None:
-        """Make [low, high), which `range` has cut, one interval."""
-        start = bisect_left(self.cuts, low) if low > 0 else 0
-        stop = bisect_left(self.cuts, high) if high < self.end else len(self.cuts)
-        self.cuts[start:stop] = [max(low, 0)]
-        self.intervals[start:stop] = [interval]
+    def write(self, low: int, high: int, end: float, by: Resource) -> None:
+        """Note a write of [low, high). Many intervals become one; a few stay, to be found again."""
+        intervals = self.range(low, high)
+        if len(intervals) > MERGED:
+            start = bisect_left(self.cuts, low) if low > 0 else 0
+            stop = bisect_left(self.cuts, high) if high < self.end else len(self.cuts)
+            self.cuts[start:stop] = [max(low, 0)]
+            intervals = self.intervals[start:stop] = [[0.0, None, 0.0, None]]
+            self._found.clear()
+        for interval in intervals:
+            interval[:] = end, by, 0.0, None
 
 
 class History:
@@ -77,12 +86,14 @@ class History:
         tenant: its place in an on-chip `space`, or None; see reuse.py.
     """
 
-    __slots__ = ("_lanes", "_period", "_rows", "_size", "_width", "only", "space", "tenant")
+    __slots__ = ("_known", "_lanes", "_period", "_rows", "_shared", "_size", "_width", "only", "space", "tenant")
 
     def __init__(self, rows: int, size: int, shared: bool = False) -> None:
         """`rows` partitions of `size` bytes each; 0 rows in HBM. `shared`: of several tensors."""
         self._rows = rows
         self._size = size
+        self._shared = shared
+        self._known: dict[Any, list[tuple[Lane, int, int]]] = {}
         self._period = 0
         self._width = 0
         interval: Interval = [0.0, None, 0.0, None]
@@ -99,21 +110,24 @@ class History:
         """All of them."""
         return [interval for lane in self._lanes for interval in lane.intervals]
 
-    def range(self, lane: Lane, low: int, high: int) -> list[Interval]:
-        """The intervals of one of `pieces`."""
-        return lane.range(low, high)
-
-    def write(self, lane: Lane, low: int, high: int, interval: Interval) -> None:
-        """Make one of `pieces` one interval; lanes that are one interval stay lanes."""
-        lane.write(low, high, interval)
-
-    def rewrite(self, interval: Interval) -> None:
-        """Make all of it one interval."""
+    def write(self, end: float, by: Resource) -> None:
+        """Note a write of all of it."""
+        if self.only is not None:
+            self.only[:] = end, by, 0.0, None
         for lane in self._lanes:
-            lane.write(0, lane.end, interval.copy())
+            lane.write(0, lane.end, end, by)
 
     def pieces(self, tensor: NkiTensor) -> list[tuple[Lane, int, int]]:
         """(lane, low, high) of what an access to `tensor` touches."""
+        if not self._rows:
+            return self._find(tensor)
+        view = tensor.offset, tensor.shape, tensor.strides, tensor.storage if self._shared else tensor.dtype
+        found = self._known.get(view)
+        if found is None:
+            found = self._known[view] = self._find(tensor)
+        return found
+
+    def _find(self, tensor: NkiTensor) -> list[tuple[Lane, int, int]]:
         lanes = self._lanes
         if self.only is not None:
             lanes = self._lanes = [Lane(self._size, self.only)]
@@ -136,6 +150,7 @@ class History:
             if self._rows <= QUADRANT or shape[0] == self._rows:
                 return [(lanes[0], low, high)]
             lanes = self._lanes = [lanes[0], *(lanes[0].copy() for _ in range((self._rows - 1) // QUADRANT))]
+            self._known.clear()
         return [(lane, low, high) for lane in lanes[row // QUADRANT : (row + shape[0] - 1) // QUADRANT + 1]]
 
     def _pieces_of_hbm(self, tensor: NkiTensor, itemsize: int) -> list[tuple[Lane, int, int]]:

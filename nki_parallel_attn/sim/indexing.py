@@ -57,8 +57,10 @@ class Indexing:
         keys = key if type(key) is tuple else (key,)
         shape, strides = self.shape, self.strides
         ndim = len(shape)
-        if any(item is Ellipsis for item in keys):
-            keys = self._expand_ellipsis(keys)
+        for item in keys:
+            if item is Ellipsis:
+                keys = self._expand_ellipsis(keys)
+                break
         if len(keys) > ndim:
             fail("index-bounds", f"{len(keys)} indices for a tensor of {ndim} dimensions {list(shape)}")
         on_chip = self.on_chip
@@ -67,19 +69,19 @@ class Indexing:
         new_strides: list[int] = []
         dropped: list[int] = []
         indirection = self.indirection
-        for dim in range(ndim):
+        rows_chosen = isinstance(indirection, RowOffsets)
+        for dim, item in enumerate(keys):
             size, stride = shape[dim], strides[dim]
-            if dim >= len(keys):
-                new_shape.append(size)
-                new_strides.append(stride)
-                continue
-            item = keys[dim]
             if type(item) is slice:
-                if item.start is None and item.stop is None and item.step is None:
+                start, stop, step = item.start, item.stop, item.step
+                if start is None and stop is None and step is None:
                     new_shape.append(size)
                     new_strides.append(stride)
                     continue
-                start, stop, step = self._slice_bounds(dim, item)
+                if type(start) is not int or type(stop) is not int or step is not None or not 0 <= start < stop <= size:
+                    start, stop, step = self._slice_bounds(dim, item)
+                else:
+                    step = 1
             elif isinstance(item, DynamicSlice):
                 if (type(item.start) is not int and not hasattr(item.start, "__index__")) or _is_dynamic(item.start):
                     indirection = self._new_scalar(dim, item.start, size - item.size, indirection)
@@ -101,7 +103,7 @@ class Indexing:
                     fail("index-bounds", f"index {position} on dimension {dim} of {list(shape)}")
                 if position < 0:
                     position += size
-                if self._is_row_indirect(dim):
+                if rows_chosen and dim == 0:
                     fail("indirect-view", f"dimension {dim} is indirect and cannot be indexed")
                 offset += position * stride
                 if on_chip and dim == 0:
@@ -112,11 +114,13 @@ class Indexing:
                 continue
             else:
                 fail("index-bounds", f"{item!r} cannot index dimension {dim}; use integers, slices, ds or Ellipsis")
-            if self._is_row_indirect(dim) and (start, stop, step) != (0, size, 1):
+            if rows_chosen and dim == 0 and (start, stop, step) != (0, size, 1):
                 fail("indirect-view", f"dimension {dim} is indirect and cannot be sliced")
             offset += start * stride
             new_shape.append((stop - start + step - 1) // step)
             new_strides.append(stride * step)
+        new_shape += shape[len(keys) :]
+        new_strides += strides[len(keys) :]
         least = 2 if on_chip else 1
         if len(new_shape) < least and dropped:
             new_shape.append(1)
@@ -183,9 +187,6 @@ class Indexing:
         if not -len(self.shape) <= dim < len(self.shape):
             fail("index-bounds", f"dimension {dim} of a tensor of {len(self.shape)} dimensions")
         return dim % len(self.shape)
-
-    def _is_row_indirect(self, dim: int) -> bool:
-        return dim == 0 and isinstance(self.indirection, RowOffsets)
 
     def _first_dim_fixed(self) -> bool:
         return self.on_chip or isinstance(self.indirection, RowOffsets)

@@ -264,7 +264,7 @@ class Instruction:
                 in_psum = storage.region is MemoryRegion.psum
                 if not storage.full and (core.shadowing or in_psum or storage.arena is not None):
                     tensor.mark_written()
-                if in_psum and unit is not Engine.tensor:
+                if in_psum and core.checking and unit is not Engine.tensor:
                     note_other_write(tensor)
         for observer in core.observers:
             observer.on_instruction(call)

@@ -80,8 +80,10 @@ def accumulates(call: Call, dst: NkiTensor, accumulate: bool | None) -> Added:
     Raises:
         NkiValidationError: it would add to what nothing, or before trn3 another instruction, has written.
     """
-    if accumulate is not None and not accumulate:
-        return False
+    if accumulate is not None and (not accumulate or not call.core.checking):
+        if accumulate:
+            call.reads.append(dst)
+        return bool(accumulate)
     storage = dst.storage
     if storage.full:
         added: bool | Flags = True

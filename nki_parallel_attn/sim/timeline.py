@@ -127,7 +127,7 @@ class CostModel:
             else:
                 for piece in history.pieces(tensor):
                     read.append((history, None, piece))
-                    for interval in history.range(*piece):
+                    for interval in piece[0].range(piece[1], piece[2]):
                         end = interval[0]
                         if end > ready:
                             ready, kind, cause = end, DATA, interval[1]
@@ -146,7 +146,7 @@ class CostModel:
             else:
                 for piece in history.pieces(tensor):
                     written.append((history, None, piece))
-                    for interval in history.range(*piece):
+                    for interval in piece[0].range(piece[1], piece[2]):
                         if interval[0] > ready:
                             ready, kind, cause = interval[0], SPACE, interval[1]
                         if interval[2] > ready:
@@ -162,7 +162,8 @@ class CostModel:
                     only[2] = end
                     only[3] = unit
             else:
-                for interval in history.range(*piece) if piece is not None else history.intervals():
+                found = piece[0].range(piece[1], piece[2]) if piece is not None else history.intervals()
+                for interval in found:
                     if end > interval[2]:
                         interval[2] = end
                         interval[3] = unit
@@ -173,12 +174,10 @@ class CostModel:
                     tenant.end = end
                     tenant.by = unit
         for history, _, piece in written:
-            if history.only is not None:
-                history.only[:] = end, unit, 0.0, None
-            elif piece is not None:
-                history.write(*piece, [end, unit, 0.0, None])
+            if piece is not None:
+                piece[0].write(piece[1], piece[2], end, unit)
             else:
-                history.rewrite([end, unit, 0.0, None])
+                history.write(end, unit)
             tenant = history.tenant
             if tenant is not None:
                 tenant.last = now

@@ -52,6 +52,8 @@ class Accumulators:
         values = self.values[lanes]
         if command is ReduceCmd.reduce:
             self.require_known(call, lanes)
+        elif not call.core.computes:
+            pass
         elif command is ReduceCmd.load_reduce:
             if isinstance(initial, NkiTensor):
                 values.copy_(initial.f32().reshape(-1))

@@ -87,7 +87,8 @@ def nc_matmul(
             _transpose(dst, stationary)
         else:
             put_product(dst, _as_matrix(stationary, doubled), right, added)
-    note_matmul(dst)
+    if call.core.checking:
+        note_matmul(dst)
 
 
 def _as_matrix(tensor: NkiTensor, doubled: bool) -> torch.Tensor:
@@ -261,7 +262,7 @@ def nc_transpose(
             dst.put(torch.mm(_as_matrix(data, False).t(), torch.eye(rows)))
         else:
             _transpose(dst, data)
-    if unit is Engine.tensor:
+    if unit is Engine.tensor and call.core.checking:
         note_matmul(dst)
 
 
