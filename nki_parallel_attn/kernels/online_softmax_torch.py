@@ -45,6 +45,7 @@ def attend(
     sign = _sign(scale, q.dtype)
     if sign < 1:
         return attend(q * sign, k, v, -scale if sign else 1.0, causal=causal, mask=mask)
+    q, k, v = (_with_dense_rows(t) for t in (q, k, v))
     folded = not causal and mask is None
     rows = _fold_heads(q, k) if folded else q[None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -87,6 +88,7 @@ def attend_backward(
         positive = -scale if sign else 1.0
         parts = attend_backward(grad_out, q * sign, k, v, out, lse, positive, causal=causal, mask=mask)
         return parts[0] * sign, parts[1], parts[2]
+    grad_out, q, k, v, out = (_with_dense_rows(t) for t in (grad_out, q, k, v, out))
     folded = not causal and mask is None
     grad_rows, rows, out_rows = (_fold_heads(t, k) if folded else t[None].contiguous() for t in (grad_out, q, out))
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -141,6 +143,11 @@ def _sign(scale: float, dtype: torch.dtype) -> int:
     """
     smallest = torch.finfo(stat_dtype(dtype)).tiny
     return (scale >= smallest) - (scale <= -smallest)
+
+
+def _with_dense_rows(t: Tensor) -> Tensor:
+    """The fused op takes a last dim of any stride for one of stride 1."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _fold_heads(t: Tensor, k: Tensor) -> Tensor:

@@ -149,3 +149,16 @@ def test_scales_that_are_not_positive(ops, kind, scale):
     grads = ops[1](grad, q.detach(), k.detach(), v.detach(), out, lse, scale, **arguments)
     for found, wanted in zip(grads, torch.autograd.grad(expected, (q, k, v), grad.double()), strict=True):
         assert torch.allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+def test_inputs_of_any_strides(ops, kind):
+    q, k, v = inputs(torch.float32, rows=70)
+    mask = random_mask(70, 70) if kind == "masked" else None
+    arguments = {"causal": kind == "causal", "mask": mask}
+    strided = [torch.stack([t, t + 1], -1)[..., 0] for t in (q, k, v)]
+    out, lse = ops[0](q, k, v, 0.3, **arguments)
+    assert torch.equal(ops[0](*strided, 0.3, **arguments)[0], out)
+    grads = ops[1](out, q, k, v, out, lse, 0.3, **arguments)
+    found = ops[1](strided[0] * 0 + out, *strided, out, lse, 0.3, **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))

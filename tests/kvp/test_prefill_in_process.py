@@ -101,3 +101,15 @@ def test_nothing_visible_anywhere_is_zero():
     case = Case(ranks=2, rows=32, block_size=8, absent=(0, 1, 2, 3))
     out = torch.cat(prefill_in_process([case.arguments(rank) for rank in range(2)]))
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_caches_whose_last_dim_is_not_dense(window):
+    """A cache with one KV head is read in place, whatever its strides."""
+    case = Case(ranks=2, rows=32, block_size=8, prior=8, window=window, shuffled=False)
+    arguments = [case.arguments(rank) for rank in range(2)]
+    for rank in arguments:
+        for name in ("q", "k_cache", "v_cache"):
+            rank[name] = torch.stack([rank[name], torch.full_like(rank[name], 9.0)], -1)[..., 0]
+    deviation = (torch.cat(prefill_in_process(arguments)).double() - case.expected()).abs().max()
+    assert deviation <= attention_tolerance(case.dtype, case.v, case.head_dim)
