@@ -1,7 +1,7 @@
 """Partial attention outputs: normalise before the exchange, merge by log-sum-exp after it.
 
 The statistics of an exchange are computed at once. The element-wise work is cut into small pieces, which the caller
-issues between units of attention: an engine runs in program order, and a long piece would keep the next maximum waiting.
+issues between units of attention: an engine runs in program order, and a long piece would hold up the next maximum.
 """
 
 from __future__ import annotations

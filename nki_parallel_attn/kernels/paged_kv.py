@@ -243,8 +243,8 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         return self.transposer.spread(numbers, constant(over))
 
     def columns(self, step: int) -> Any:
-        """int32 [size/step, 3], for every `step`-th slot of tile 0: row in the block plus 1, position on rank 0, and that
-        of the next slot."""
+        """int32 [size/step, 3], for every `step`-th slot of tile 0: row in the block plus 1, position on rank 0, and
+        the next slot's position."""
         layout = self.layout
         key = str(step)
         if key not in self.column_sets:
