@@ -52,14 +52,17 @@ def load_model(options: argparse.Namespace) -> PrefillModel:
     """The model and the tokens that the options ask for.
 
     Raises:
-        ArgumentError: a text without tokens or longer than the model's context, a broken checkpoint.
+        ArgumentError: a text that is not UTF-8, without tokens or longer than the model's context, a broken checkpoint.
         OSError: the prompt file cannot be read.
     """
     if options.synthetic:
         return _synthetic(options)
     text = options.prompt
     if options.prompt_file:
-        text = options.prompt_file.read_text(encoding="utf-8")
+        try:
+            text = options.prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ArgumentError("--prompt-file", options.prompt_file, "a text in UTF-8", str(error)) from error
     if options.model:
         checkpoint = load_checkpoint(options.model)
         decoder = _with_window(checkpoint.decoder, options.sliding_window)

@@ -69,7 +69,7 @@ def from_json(text: str) -> dict[str, Any]:
     _check_fields("shape.", values["shape"], shape_fields)
     layout = values["kv_layout"]
     kind = layout.get("kind") if isinstance(layout, dict) else None
-    if kind not in _LAYOUTS:
+    if not isinstance(kind, str) or kind not in _LAYOUTS:
         raise ArgumentError("kv_layout.kind", repr(kind), f"one of {', '.join(_LAYOUTS)}")
     layout_fields = tuple(field.name for field in dataclasses.fields(_LAYOUTS[kind]))
     _check_fields("kv_layout.", layout, ("kind", *layout_fields))

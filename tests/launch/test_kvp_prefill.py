@@ -106,6 +106,12 @@ def test_refused(arguments: list[str], message: str) -> None:
         run_ranks(run_main, 2, args=(arguments,))
 
 
+def test_prompt_file_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xff\xfe")
+    with pytest.raises(RankFailedError, match="UTF-8"):
+        run_ranks(run_main, 2, args=(["--prompt-file", str(tmp_path / "text")],))
+
+
 def test_ranks_that_read_other_text() -> None:
     with pytest.raises(RankFailedError, match=r"ranks \[1\] read other tokens than rank 0") as caught:
         run_ranks(run_main, 2, args=(["--prompt", "Take 1 of them"], "text"))

@@ -50,6 +50,7 @@ def changed_json(**changes):
         (changed_json(shape__extra=1), "shape.extra"),
         (changed_json(shape=3), "shape"),
         (changed_json(kv_layout__kind="zigzag"), "kv_layout.kind"),
+        (changed_json(kv_layout__kind=[]), "kv_layout.kind"),
         (changed_json(kv_layout__interleave=None), "kv_layout.interleave"),
         (changed_json(kv_layout={"kind": "round_robin", "interleave": 4}), "kv_layout.interleave"),
         (changed_json(kv_layout="round_robin"), "kv_layout.kind"),

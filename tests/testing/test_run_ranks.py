@@ -206,6 +206,7 @@ def test_results_that_cannot_be_rebuilt_fail_with_text() -> None:
         ({"fn": print, "world_size": 2.0}, "world_size"),
         ({"fn": print, "world_size": True}, "world_size"),
         ({"fn": print, "world_size": 1, "timeout": 0}, "timeout"),
+        ({"fn": print, "world_size": 1, "timeout": "3"}, "timeout"),
         ({"fn": print, "world_size": 1, "timeout": float("inf")}, "timeout"),
         ({"fn": 3, "world_size": 1}, "fn"),
     ],
