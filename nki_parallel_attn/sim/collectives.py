@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import location
 from .enums import HBM_REGIONS, MemoryRegion, engine, nc_version
 from .errors import ReplicaGroupError
 from .instruction import Call, instruction
@@ -350,19 +351,18 @@ def rank_id(name: str | None = None) -> VirtualRegister:
 
 
 def _group(call: Call, replica_group: ReplicaGroup) -> ReplicaGroup:
-    if replica_group.ranks[-1] >= call.core.world_size:
-        raise ReplicaGroupError(
-            f"{call.name}: rank {replica_group.ranks[-1]} is outside the world of {call.core.world_size} ranks"
-        )
+    """`replica_group`, which lies within the world and has this rank."""
+    _check_membership(call, replica_group.ranks, f"replica_group {replica_group.groups}")
     return replica_group
 
 
 def _check_membership(call: Call, ranks: Sequence[int], argument: str) -> None:
     size, rank = call.core.world_size, call.core.rank.index
+    where = f"{location.show(call.location)}: {call.name}"
     if max(ranks) >= size:
-        raise ReplicaGroupError(f"{call.name}: rank {max(ranks)} of {argument} is outside the world of {size} ranks")
+        raise ReplicaGroupError(f"{where}: rank {max(ranks)} of {argument} is outside the world of {size} ranks")
     if rank not in ranks:
-        raise ReplicaGroupError(f"{call.name}: rank {rank} calls it but is not in {argument}")
+        raise ReplicaGroupError(f"{where}: rank {rank} calls it but is not in {argument}")
 
 
 def _meet(

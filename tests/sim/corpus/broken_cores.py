@@ -196,7 +196,13 @@ def rank_in_two_lists(x):
 @broken(CASES, None, f32(4, 8), error=ReplicaGroupError, world_size=2)
 def rank_outside_the_world(x):
     src, dst = hbm(x)
-    ncc.all_reduce([src], [dst], ncc.ReplicaGroup([[0, 5]]), op=nl.add)
+    ncc.all_reduce([src], [dst], ncc.ReplicaGroup([[0, 5]]), op=nl.add)  # <- breaks
+
+
+@broken(CASES, None, f32(4, 8), error=ReplicaGroupError, world_size=2)
+def rank_outside_its_group(x):
+    src, dst = hbm(x)
+    ncc.all_reduce([src], [dst], ncc.ReplicaGroup([[1]]), op=nl.add)  # <- breaks
 
 
 @broken(CASES, None, f32(4, 8), rows_by_rank(1), error=DivergenceError, world_size=2)
