@@ -41,8 +41,8 @@ class RunningSoftmax:
 
 
 def fold_heads(q: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, S, d] to rows [B, KVH, R, d]."""
-    return q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
+    """[B, H, S, d] to dense rows [B, KVH, R, d]."""
+    return q.reshape(q.shape[0], kv_heads, -1, q.shape[3]).contiguous()
 
 
 def attend_active(state: RunningSoftmax, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> None:

@@ -73,7 +73,9 @@ class FlatPrior(PriorCache):
         k = _typed(args.K_cache)
         self.k = k.transpose(2, 3) if args.K_cache_transposed else k
         self.v = _typed(args.V_cache)
-        self.batched = self.k.dtype == dtype and not args.K_cache_transposed
+        # The fused call takes a last dim of any stride for one of stride 1.
+        dense = self.k.stride(3) == 1 and self.v.stride(3) == 1
+        self.batched = dense and self.k.dtype == dtype
         self.step = max(128, SCRATCH_SLOTS // self.k.shape[1])
         self.scratch = None if self.batched else _scratch(self.k.shape[1], self.step, self.k.shape[3], dtype, self.k)
 

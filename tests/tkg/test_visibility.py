@@ -120,6 +120,15 @@ def test_a_completely_full_shard():
     check(case)
 
 
+@pytest.mark.parametrize("name", ["K_cache", "V_cache"])
+def test_flat_caches_of_any_strides(name):
+    case = Case(batch=2, tokens=2, q_heads=2, kv_heads=2, seed=2)
+    arguments = case.arguments(0)
+    arguments[name] = arguments[name].transpose(2, 3).contiguous().transpose(2, 3)
+    results = attention_block_tkg(**arguments)
+    check_rank(case, 0, arguments, results)
+
+
 def test_nothing_visible_is_zero():
     case = Case(batch=2, q_heads=2, mask="full")
     arguments = case.arguments(0)
