@@ -7,10 +7,10 @@ on a device.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nki_parallel_attn.backends.nki_limits import refuse_what_nki_lacks
 from nki_parallel_attn.errors import UnsupportedFeatureError
 from nki_parallel_attn.sim import simulate
 from nki_parallel_attn.sim.replica_group import ReplicaGroup
@@ -30,6 +30,8 @@ def attention_kv_parallel_segmented_cte(
     group: dist.ProcessGroup | None,
     ranks: tuple[int, ...],
     index: int,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     **arguments: object,
 ) -> Tensor:
     """Checked arguments; `ranks` is this rank's list and `index` its place there. `group` has nothing to add.
@@ -39,11 +41,7 @@ def attention_kv_parallel_segmented_cte(
     """
     from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
 
-    if q.dtype == torch.float64:
-        raise UnsupportedFeatureError("q is float64, which NKI does not have; use backend='torch'")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_cache, v_cache)):
-        raise UnsupportedFeatureError("the NKI kernel has no gradient; use backend='torch'")
-    scales = {name: arguments.pop(name) for name in ("k_scale", "v_scale")}
+    refuse_what_nki_lacks(q, k_cache, v_cache)
     out: Tensor = simulate(attention_kv_parallel_segmented_cte, lnc=lnc, target=target)(
         q,
         k_cache,
@@ -51,8 +49,9 @@ def attention_kv_parallel_segmented_cte(
         block_tables,
         kvp_q_offset,
         replica_groups,
+        k_scale=None if k_scale is None else k_scale.float(),
+        v_scale=None if v_scale is None else v_scale.float(),
         **arguments,
-        **{name: None if scale is None else scale.float() for name, scale in scales.items()},  # type: ignore[attr-defined]
     )
     return out
 
