@@ -9,6 +9,7 @@ from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _THREADING = threading.__file__
+_inside: dict[str, bool] = {}
 
 
 def caller() -> tuple[str, int] | None:
@@ -16,7 +17,10 @@ def caller() -> tuple[str, int] | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(_PACKAGE):
+        inside = _inside.get(filename)
+        if inside is None:
+            inside = _inside[filename] = filename.startswith(_PACKAGE)
+        if not inside:
             return None if filename == _THREADING else (filename, frame.f_lineno)
         frame = frame.f_back
     return None

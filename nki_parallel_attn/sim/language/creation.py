@@ -59,13 +59,16 @@ def _dtype(dtype: Any) -> DType:
 
 def _shape(shape: Sequence[int], buffer: MemoryRegion) -> tuple[int, ...]:
     sizes = tuple(shape)
-    if not sizes or any(not hasattr(size, "__index__") or size < 1 for size in sizes):
-        fail("tensor-shape", f"shape is {shape!r}, expected positive integers")
+    if not sizes:
+        fail("tensor-shape", "shape is empty, expected positive integers")
+    for size in sizes:
+        if (type(size) is not int and not hasattr(size, "__index__")) or size < 1:
+            fail("tensor-shape", f"shape is {shape!r}, expected positive integers")
     if len(sizes) == 1 and buffer in ON_CHIP_REGIONS:
         if sizes != (1,):
             fail("tensor-shape", f"shape is {list(sizes)}; on chip a tensor has a partition and a free dimension")
         sizes = (1, 1)
-    return tuple(int(size) for size in sizes)
+    return tuple(map(int, sizes))
 
 
 def full(

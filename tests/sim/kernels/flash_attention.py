@@ -15,10 +15,13 @@ FP32_MIN = -3.4028235e38
 
 @jit
 def flash_attention(q_t, k_t, v):
-    """Attention of `q_t`, `k_t` [heads, d, seqlen] over `v` [heads, seqlen, d], d <= 128; to [heads, seqlen, d]."""
+    """Attention of `q_t`, `k_t` [heads, d, seqlen] over `v` [heads, seqlen, d], d <= 128; to [heads, seqlen, d].
+
+    LNC cores divide the heads.
+    """
     heads, d, seqlen = q_t.shape
     out = nl.ndarray((heads, seqlen, d), dtype=v.dtype, buffer=nl.shared_hbm)
-    for head in range(heads):
+    for head in range(nl.program_id(0), heads, nl.num_programs(0)):
         k_sb = nl.ndarray((d, seqlen), dtype=k_t.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=k_sb, src=k_t[head])
         v_sb = nl.ndarray((Q_TILE, seqlen // Q_TILE, d), dtype=v.dtype, buffer=nl.sbuf)
