@@ -141,7 +141,7 @@ class Call:
         if dst.format is FLOAT32 and type(dst) is NkiTensor:
             target = dst.target()
             first = args[0]
-            if first.shape == target.shape:
+            if first.shape == target.shape and not self._reads_elsewhere(dst):
                 try:
                     function(*args, **kwargs, out=target)
                 except RuntimeError as error:
@@ -150,6 +150,13 @@ class Call:
                     target.copy_(function(*args, **kwargs))
                 return
         dst.put(function(*args, **kwargs))
+
+    def _reads_elsewhere(self, dst: NkiTensor) -> bool:
+        """Whether an operand may be other elements of dst's memory, some of which dst covers."""
+        for tensor in self.reads:
+            if tensor.storage is dst.storage and (tensor.offset != dst.offset or tensor.strides != dst.strides):
+                return True
+        return False
 
     def mark_written_where(self, dst: NkiTensor, chosen: torch.Tensor) -> None:
         """Note that the instruction writes only the elements of dst where `chosen`, bool in dst's shape."""

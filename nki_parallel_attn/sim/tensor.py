@@ -205,11 +205,15 @@ class NkiTensor(ViewOperations):
         target = self.target()
         if values.shape != target.shape:
             values = values.reshape(target.shape)
+        if values.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+            values = values.clone()  # an instruction reads all of its input before it writes
         target.copy_(values if self.format.cast else self.format.encode(values))
 
     def put_raw(self, values: torch.Tensor) -> None:
         """Write elements as stored, bit for bit; any shape with as many elements."""
         target = self.target()
+        if values.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+            values = values.clone()
         target.copy_(values if values.shape == target.shape else values.reshape(target.shape))
 
     def bits(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nki_parallel_attn.sim import NkiValidationError, simulate
+from nki_parallel_attn.sim import NkiValidationError, jit, simulate
 from nki_parallel_attn.sim import isa as nisa
 from nki_parallel_attn.sim import language as nl
 
@@ -329,3 +329,28 @@ def test_compound_functions(function):
         "transpose": x.T,
     }[function]
     np.testing.assert_allclose(simulate(kernel)(np.float32(x), np.float32(w)), expected, rtol=1e-5, atol=2e-5)
+
+
+OVERLAPPING = {
+    "tensor_copy": lambda dst, src: nisa.tensor_copy(dst=dst, src=src),
+    "activation": lambda dst, src: nisa.activation(dst=dst, op=nl.copy, data=src),
+    "tensor_scalar": lambda dst, src: nisa.tensor_scalar(dst=dst, data=src, op0=nl.add, operand0=0.0),
+    "tensor_tensor": lambda dst, src: nisa.tensor_tensor(dst=dst, data1=src, data2=src, op=nl.maximum),
+    "dma_copy": lambda dst, src: nisa.dma_copy(dst=dst, src=src),
+}
+
+
+@pytest.mark.parametrize("dtype", [nl.float32, nl.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_input_is_read_before_an_overlapping_output_is_written(name, dtype):
+    @jit
+    def shift(x):
+        tile = nl.ndarray(x.shape, dtype=dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=x)
+        OVERLAPPING[name](tile[:, 1:], tile[:, :-1])
+        out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+        nisa.dma_copy(dst=out, src=tile)
+        return out
+
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    np.testing.assert_array_equal(shift(x), np.concatenate([x[:, :1], x[:, :-1]], axis=1))
