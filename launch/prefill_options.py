@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -75,6 +76,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ArgumentError("--prompt", "a text", "none with --synthetic, which reads random tokens")
     if options.apc and options.layout == "contiguous":
         raise ArgumentError("--apc", "--layout contiguous", "--layout round-robin", "apc_mode needs kvp_group_size > 0")
+    if options.report and not (options.report.parent.is_dir() and os.access(options.report.parent, os.W_OK)):
+        raise ArgumentError("--report", options.report, "a file in a folder that exists and can be written")
     return options
 
 

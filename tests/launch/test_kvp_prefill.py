@@ -91,6 +91,7 @@ def test_deviation_beyond_the_tolerance_fails_on_every_rank(capfd: pytest.Captur
     ("arguments", "message"),
     [
         (["--seq-len", "8"], "--synthetic beside it"),
+        (["--report", "no-such-folder/out.json"], "a folder that exists"),
         (["--synthetic", "llama3-8b", "--prompt", "a"], "none with --synthetic"),
         (["--apc", "--layout", "contiguous"], "kvp_group_size > 0"),
         (["--layout", "spiral"], "invalid choice"),
