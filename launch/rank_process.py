@@ -46,16 +46,13 @@ def run_as_rank(main: Callable[[Job], int]) -> NoReturn:
     try:
         job = _join()
         code = main(job)
-        dist.destroy_process_group()
     except Exception as error:
         _tell(error, job)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if code and dist.is_initialized():
-        # Tearing down a group whose peers may be gone can block.
-        os._exit(code)
-    sys.exit(code)
+    # Without tearing the process group down: where peers are gone already, that can block, or abort the process.
+    os._exit(code)
 
 
 def _join() -> Job:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from nki_parallel_attn.errors import ArgumentError, NkiParallelAttnError
 from nki_parallel_attn.plan_feasibility import RANK_ORDERS
@@ -119,13 +120,30 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=_run_profile)
 
 
+@contextmanager
+def _simulator_as_nki() -> Iterator[None]:
+    """Kernels that ask for NKI, ours or others', get the simulator, whatever is installed."""
+    from nki_parallel_attn.sim import as_nki
+
+    variable = "NKI_PARALLEL_ATTN_BACKEND"
+    previous = os.environ.get(variable)
+    os.environ[variable] = "sim"
+    try:
+        with as_nki():
+            yield
+    finally:
+        if previous is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = previous
+
+
 def _run_profile(arguments: argparse.Namespace) -> int:
-    os.environ["NKI_PARALLEL_ATTN_BACKEND"] = "sim"
-    from nki_parallel_attn.sim import as_nki, profile
+    from nki_parallel_attn.sim import profile
     from nki_parallel_attn.sim.kernel_spec import load_kernel, parse_arguments
 
     whole_world = arguments.world_size is not None and arguments.representative is None
-    with as_nki():
+    with _simulator_as_nki():
         try:
             positional, named = parse_arguments(arguments.arguments)
             if whole_world and positional and named:

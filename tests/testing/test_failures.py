@@ -88,6 +88,7 @@ def test_sys_exit_is_a_failure_with_a_traceback() -> None:
 )
 def test_a_death_is_reported_at_once(ending, told: str) -> None:
     def die() -> None:
+        dist.barrier()  # the others have connected
         if dist.get_rank() == 1:
             ending()
         time.sleep(20)  # unlike a collective, this does not notice the death
