@@ -24,6 +24,7 @@ from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArgumen
 from nki_parallel_attn.kernels.collectives_torch import Exchange
 from nki_parallel_attn.kernels.decode_projection_torch import rms_norm
 from nki_parallel_attn.kernels.online_softmax_torch import stat_dtype
+from nki_parallel_attn.kernels.quantization_torch import FP8, fp8_max
 from nki_parallel_attn.kernels.rope_torch import apply_rope
 from nki_parallel_attn.topology.types import KVDPCollectiveMode
 
@@ -42,7 +43,7 @@ def attention_block_tkg(
         rows = slice(kvdp_exchange.rank * sizes.batch_attn, (kvdp_exchange.rank + 1) * sizes.batch_attn)
         k, v = k[rows], v[rows]
     if args.k_scale is not None and args.v_scale is not None:
-        maximum = cache.fp8_max(args.dtype_mode, args.target)
+        maximum = fp8_max(args.dtype_mode, args.target)
         k = cache.quantise(k, args.k_scale, maximum, args.K_cache.dtype)
         v = cache.quantise(v, args.v_scale, maximum, args.V_cache.dtype)
     with collectives.open_groups(kvdp_exchange, cp_exchange) as (kvdp, cp):
@@ -53,7 +54,7 @@ def attention_block_tkg(
                 q = collectives.heads_for_batch(q, kvdp, mode)
             if cp is not None:
                 q = collectives.gather_heads(q, cp)
-            active_k, active_v = (t.view(cache.FP8).to(q.dtype) if fp8 else t for t in (k, v))
+            active_k, active_v = (t.view(FP8).to(q.dtype) if fp8 else t for t in (k, v))
             partial, lse = attend(q, active_k, active_v, args, sizes)
             out = collectives.combine(partial, lse, args.sink, q.dtype, cp)
             if kvdp is not None:

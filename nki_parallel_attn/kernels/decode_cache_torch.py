@@ -17,13 +17,11 @@ from torch import Tensor
 
 from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
 from nki_parallel_attn.kernels.online_softmax_torch import stat_dtype
+from nki_parallel_attn.kernels.quantization_torch import FP8, to_fp8
 from nki_parallel_attn.topology.block_tables import ABSENT
 from nki_parallel_attn.topology.paged_cache import unpack_fp8_k
-from nki_parallel_attn.topology.types import DtypeMode
 
-FP8 = torch.float8_e4m3fn
 FP8_DTYPES = (FP8, torch.uint8)
-FP8_MAX = {"ocp": 448.0, "non_ocp": 240.0}
 # Slots of scratch, over the KV heads: K and V of 2048 x 128 in bfloat16 are 1 MiB.
 SCRATCH_SLOTS = 2048
 SKIP_UPDATE = torch.iinfo(torch.uint32).max
@@ -37,16 +35,10 @@ class Piece(NamedTuple):
     present: Tensor | None = None
 
 
-def fp8_max(mode: DtypeMode, target: str) -> float:
-    """Largest finite value of the float8 that `mode` means."""
-    ocp = mode is DtypeMode.OCP or (mode is DtypeMode.AUTO and target == "trn3")
-    return FP8_MAX["ocp" if ocp else "non_ocp"]
-
-
 def quantise(tokens: Tensor, scale: Tensor, maximum: float, dtype: torch.dtype) -> Tensor:
     """clamp(tokens * scale) as float8, in a cache's dtype."""
     scaled = tokens.to(stat_dtype(tokens.dtype)) * scale.flatten()[0].to(stat_dtype(tokens.dtype))
-    return scaled.clamp(-maximum, maximum).to(FP8).view(dtype)
+    return to_fp8(scaled, maximum).view(dtype)
 
 
 class PriorCache:

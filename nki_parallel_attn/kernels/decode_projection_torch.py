@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
-from nki_parallel_attn.kernels.decode_cache_torch import FP8, fp8_max
 from nki_parallel_attn.kernels.online_softmax_torch import stat_dtype
+from nki_parallel_attn.kernels.quantization_torch import fp8_max, quantize_static
 from nki_parallel_attn.topology.types import QuantizationType
 
 PARTITIONS = 128
@@ -125,7 +125,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales | None
     """x @ weight + bias, accumulated in float32 (float64 for float64 inputs) and rounded once to x's dtype."""
     wide = x.to(stat_dtype(x.dtype))
     if scales is not None and scales.input is not None:
-        wide = (wide / scales.input).clamp(-scales.maximum, scales.maximum).to(FP8).to(wide.dtype)
+        wide = quantize_static(wide, scales.input, scales.maximum).to(wide.dtype)
     out = _product(wide, weight)
     if scales is not None:
         out *= scales.columns
