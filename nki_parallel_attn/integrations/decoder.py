@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nki_parallel_attn.errors import ArgumentError
+from nki_parallel_attn.integrations.kv_caches import to_fp8
 from nki_parallel_attn.integrations.rope import Rope
 from nki_parallel_attn.topology.types import AttentionShape
 
@@ -101,7 +102,7 @@ class Decoder(nn.Module):
         Raises:
             ArgumentError: token ids that are not one sequence of integers in [0, vocab_size).
         """
-        self._check(token_ids)
+        self.check_tokens(token_ids)
         hidden: Tensor = self.embed_tokens(token_ids)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
@@ -112,12 +113,13 @@ class Decoder(nn.Module):
                 after_layer()
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output projection: [S, hidden] to [S, vocab_size]."""
+    def logits(self, hidden: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """Final norm and output projection: [S, hidden] to [S, vocab_size], or to some `tokens` of the vocabulary."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(self.norm(hidden), weight)
+        return F.linear(self.norm(hidden), weight[tokens])
 
-    def _check(self, token_ids: Tensor) -> None:
+    def check_tokens(self, token_ids: Tensor) -> None:
+        """Raise ArgumentError unless `token_ids` is a non-empty int64 [S] of ids in [0, vocab_size)."""
         if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype != torch.int64:
             got = f"{token_ids.dtype} {list(token_ids.shape)}"
             raise ArgumentError("token_ids", got, "a non-empty int64 tensor [S]")
@@ -229,10 +231,14 @@ class RMSNorm(nn.Module):
 
 
 class Dense:
-    """Both blocks on one process: every head, every position, the whole feed-forward."""
+    """Both blocks on one process: every head, every position, the whole feed-forward.
 
-    def __init__(self, config: DecoderConfig, length: int, device: torch.device) -> None:
+    `fp8_kv` rounds K and V to float8 and back, as a float8 cache does.
+    """
+
+    def __init__(self, config: DecoderConfig, length: int, device: torch.device, *, fp8_kv: bool = False) -> None:
         self.config = config
+        self.fp8_kv = fp8_kv
         self.positions = torch.arange(length, device=device)
         self.cos_sin = config.rope.cos_sin(self.positions, length, torch.float64)
 
@@ -242,6 +248,8 @@ class Dense:
         cos, sin = (table.to(hidden.dtype) for table in self.cos_sin)
         q = block.project_q(hidden, cos, sin, range(self.config.q_heads))
         k, v = block.project_kv(hidden, cos, sin, range(self.config.kv_heads))
+        if self.fp8_kv:
+            k, v = (to_fp8(t).to(t.dtype) for t in (k, v))
         window = self.config.sliding_window[layer.index]
         visible = self._within(window) if window else None
         attended = F.scaled_dot_product_attention(
@@ -263,3 +271,8 @@ class Dense:
 def add_bias(output: Tensor, projection: Projection) -> Tensor:
     """`output` with the projection's bias, where it has one: added once, after partial outputs are summed."""
     return output if projection.bias is None else output + projection.bias
+
+
+def share_of(width: int, index: int, count: int) -> slice:
+    """Which of `width` channels the rank `index` of `count` takes; shares differ by one at most."""
+    return slice(width * index // count, width * (index + 1) // count)

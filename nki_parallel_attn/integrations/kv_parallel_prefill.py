@@ -20,7 +20,8 @@ from torch import Tensor
 
 from nki_parallel_attn.backends import Backend
 from nki_parallel_attn.errors import ArgumentError
-from nki_parallel_attn.integrations.decoder import Decoder, DecoderLayer, SelfAttention, add_bias
+from nki_parallel_attn.integrations.decoder import Decoder, DecoderLayer, SelfAttention, add_bias, share_of
+from nki_parallel_attn.integrations.kv_caches import KVCaches
 from nki_parallel_attn.kernels.collectives_torch import Exchange, exchange_for
 from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
 from nki_parallel_attn.plan import ShardingPlan
@@ -56,6 +57,7 @@ class KVParallelPrefill:
         groups: this rank's `plan.process_groups()`; None for one rank without torch.distributed.
         backend: of the attention operation.
         physical_blocks: which blocks of the cache hold the local blocks 0, 1, ...; by default in order.
+        caches: caches to write to, which other sequences may share in other blocks; by default new ones.
 
     Raises:
         ArgumentError: a plan whose shape is not the decoder's, or a plan for decoding.
@@ -70,6 +72,7 @@ class KVParallelPrefill:
         groups: ProcessGroups | None = None,
         backend: Backend = "auto",
         physical_blocks: Sequence[int] | None = None,
+        caches: KVCaches | None = None,
     ) -> None:
         if plan.shape != decoder.config.attention_shape():
             raise ArgumentError("plan", plan.shape, f"the decoder's shape {decoder.config.attention_shape()}")
@@ -90,14 +93,12 @@ class KVParallelPrefill:
         width = plan.blocks_per_sequence() + spare
         self.block_table = self.view.block_table(plan.length(), physical_blocks, max_blocks=width)
         shape = self.view.cache_shape(max(plan.blocks_per_sequence(), int(self.block_table.max()) + 1))
-        caches = [torch.zeros(2, *shape, dtype=weight.dtype, device=weight.device) for _ in decoder.layers]
-        self.k_caches = [cache[0] for cache in caches]
-        self.v_caches = [cache[1] for cache in caches]
+        self.caches = caches or KVCaches.zeros(shape, len(decoder.layers), weight.dtype, weight.device)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of this rank's K and V caches over all layers."""
-        return sum(cache.nbytes for cache in (*self.k_caches, *self.v_caches))
+        return self.caches.nbytes
 
     @torch.no_grad()
     def extend(
@@ -145,8 +146,9 @@ class _Chunk:
             q = block.project_q(hidden, self.cos, self.sin, prefill.view.q_heads)
             k, v = self._project_own_kv(block, hidden)
         with prefill.measured.stage("write cache"):
-            write_kv_cache(prefill.k_caches[layer.index], k, self.slots)
-            write_kv_cache(prefill.v_caches[layer.index], v, self.slots)
+            caches = prefill.caches
+            write_kv_cache(caches.k[layer.index], caches.stored(k), self.slots)
+            write_kv_cache(caches.v[layer.index], caches.stored(v), self.slots)
         with prefill.measured.stage("attention", prefill.kv_exchange):
             attended = self._attend(layer, q)
         with prefill.measured.stage("project output"):
@@ -158,8 +160,7 @@ class _Chunk:
         assert layer.mlp is not None
         exchange, width = self.prefill.tp_exchange, self.prefill.decoder.config.intermediate
         with self.prefill.measured.stage("feed-forward"):
-            bounds = [width * index // exchange.size for index in (exchange.rank, exchange.rank + 1)]
-            share = layer.mlp.project(hidden, slice(*bounds))
+            share = layer.mlp.project(hidden, share_of(width, exchange.rank, exchange.size))
         return add_bias(self._sum(share), layer.mlp.down_proj)
 
     def _project_own_kv(self, block: SelfAttention, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,13 +173,14 @@ class _Chunk:
         length = q.shape[1]
         attended = attention_kv_parallel_segmented_cte(
             F.pad(q, (0, 0, 0, self.padding)),
-            prefill.k_caches[layer.index],
-            prefill.v_caches[layer.index],
+            prefill.caches.k[layer.index],
+            prefill.caches.v[layer.index],
             prefill.block_table,
             scale=q.shape[-1] ** -0.5,
             sliding_window=prefill.decoder.config.sliding_window[layer.index],
             backend=prefill.backend,
             group=prefill.kv_group,
+            **prefill.caches.scales(),
             **self.arguments,
         )
         return attended[:, :length]

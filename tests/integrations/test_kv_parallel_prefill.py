@@ -67,7 +67,7 @@ def prefill_on_this_rank(
         hidden.append(prefill.extend(token_ids[start : start + length], apc_mode=apc_mode))
         start += length
     # What is written is what this rank owns, and nothing else.
-    written = sum(int((cache != 0).any(-1).sum()) for cache in prefill.k_caches)
+    written = sum(int((cache != 0).any(-1).sum()) for cache in prefill.caches.k)
     assert written == plan.rank(rank).tokens_held(start) * plan.kv_heads_per_rank * decoder.config.layers
     return decoder.logits(torch.cat(hidden))
 
