@@ -74,7 +74,7 @@ def attention_kv_parallel_segmented_cte(
         limit = min(limit, -(-last // (ranks * block_size)))
     layout = SlotLayout(ranks, block_size, limit, -1 if apc_mode else global_q_offset, known, sliding_window)
     call = Call(q, tp_out, replica_groups, group_size, seg_size, scale, layout)
-    offset = local_offset(kvp_q_offset, kvp_rank_id, block_size)
+    offset = local_offset(kvp_q_offset, kvp_rank_id if kvp_group_size > 0 else None, block_size)
     offset_fp32 = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=offset_fp32, src=offset)
     if v_scale is not None:

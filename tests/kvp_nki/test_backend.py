@@ -30,6 +30,9 @@ def compare(case: Case, index: int, **overrides) -> None:
 def test_equals_torch_on_four_ranks(rank):
     compare(Case(ranks=4, rows=128, block_size=16, prior=37, kv_heads=2, dtype=BF16, window=100, padding=9), rank)
     compare(Case(ranks=4, rows=128, block_size=16, prior=64, apc=True), rank, lnc=2)
+    # A plan gives every rank its id; contiguous shards need none.
+    rank_id = torch.tensor([[rank]], dtype=torch.int32)
+    compare(Case(ranks=4, rows=64, block_size=16, prior=37, layout="contiguous"), rank, kvp_rank_id=rank_id)
     groups = ReplicaGroup([[0, 2], [1, 3]])
     compare(Case(ranks=2, rows=64, block_size=16, seed=rank % 2), rank // 2, replica_groups=groups, target="trn3")
 
