@@ -34,3 +34,23 @@ def interleaved_tiles(start: int, count: int, tiles: int) -> list[tuple[int, int
     if stop > start:
         batches.append((start, 1, stop - start))
     return batches
+
+
+def tiles_of(start: int, count: int, size: int) -> list[tuple[int, int]]:
+    """Cut start .. start+count-1 into (first, count) of `size` each, the last one what remains."""
+    return [(first, min(size, start + count - first)) for first in range(start, start + count, size)]
+
+
+def sequence_pieces(start: int, count: int, length: int) -> list[tuple[int, int, int, int]]:
+    """Rows start .. start+count-1 of a flattened [B, S], S = length, by batch: (batch, position, rows, offset).
+
+    offset counts from `start`.
+    """
+    pieces = []
+    row = start
+    while row < start + count:
+        batch, position = row // length, row % length
+        rows = min(length - position, start + count - row)
+        pieces.append((batch, position, rows, row - start))
+        row += rows
+    return pieces

@@ -1,0 +1,187 @@
+"""output_projection_cte on a NeuronCore: attention @ weight + bias for the many rows of a prefill.
+
+The contraction runs over all heads at once: (N, D) is one dim of N * D rows, cut into full tiles of 128 partitions
+whatever D is. Tokens are the stationary operand and the weight the moving one, so that results come out with tokens on
+partitions, as the output's rows lie in HBM, and [B, N, D, S] needs no transposes.
+
+A block of the weight's columns stays in SBUF while all tokens pass over it; if the whole weight fits, that is the only
+block. Tokens come in chunks, the next of which loads meanwhile, and so does the next block. Two cores have half of the
+columns each and never meet.
+
+Results leave PSUM by the Vector and the Scalar Engine in turns, dequantised and with the bias added on the way. How
+operands reach SBUF is in projection_operands.py, and what quantisation does to them in quantized_tiles.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nki_parallel_attn.kernels.projection_operands import Activations, Block, Chunk, Weights, multiply
+from nki_parallel_attn.kernels.quantized_tiles import float8_of
+from nki_parallel_attn.kernels.tiling import PARTITIONS, sequence_pieces, tiles_of
+from nki_parallel_attn.nki import nisa, nki, nl
+from nki_parallel_attn.topology.types import DtypeMode, OProjAttentionLayout, QuantizationType
+
+BANK_COLUMNS = 512  # of float32, which fill a PSUM bank
+STORED_COLUMNS = 2048  # 4 KiB of 16-bit results per row and transfer, where DMA is near its peak
+ACCUMULATORS = 6  # of PSUM's 8 banks; transposes need the others
+ROWS_PER_CHUNK = 1024
+# Bytes per partition of SBUF: a block of weights, of which there are two if one does not do, and a chunk of tokens, of
+# which there are always two.
+BLOCK_BYTES = 64 * 1024
+CHUNK_BYTES = 24 * 1024
+
+Tensor = Any
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def output_projection_cte(
+    attention: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    quantization_type: QuantizationType = QuantizationType.NONE,
+    input_scales: Tensor | None = None,
+    weight_scales: Tensor | None = None,
+    output_dtype: Any = None,
+    dtype_mode: DtypeMode = DtypeMode.NON_OCP,
+    compact_weight_scales: bool = False,
+    attention_layout: OProjAttentionLayout | None = None,
+    out: Tensor | None = None,
+    out_s_offset: int = 0,
+) -> Tensor:
+    """attention @ weight + bias, contracted over heads and head dim.
+
+    Sums are float32; the result is rounded once, to output_dtype. Quantised activations are values times the float32
+    reciprocal of their scale, rounded to the nearest float8.
+
+    Args:
+        attention: [B, N, D, S] (BNdS), [B, S, N, D] (BSNd) or [B, N, S, D] (BNSd); float32, float16 or bfloat16, with
+            MX not float32.
+        weight: [N * D, H] of attention's dtype; float8 e4m3 for STATIC and ROW. For MX packed, [N * D / 4, H] of a
+            packed dtype, or its bytes [N * D / 4, H, 4] float8_e4m3fn or float8_e5m2, or [N * D / 4, H, 2] uint8 for
+            float4; N * D is then a multiple of 128.
+        bias: [1, H], any float dtype.
+        input_scales: STATIC: [128, 1] float32, one repeated value.
+        weight_scales: STATIC: [128, 1] float32, one repeated value. ROW: [1 or 128, H] float32, one per column. MX:
+            [N * D / 32, H] uint8 or float8_e8m0fnu.
+        output_dtype: attention's if None, with MX bfloat16.
+        dtype_mode: which float8 e4m3 STATIC and ROW mean: that of 240, or that of 448 on trn3.
+        compact_weight_scales: MX scales are [N * D / 128, H / 128], one for 128 x 128 weights.
+        attention_layout: BSNd for ROW and BNdS otherwise, if None.
+        out: [B, S_total, H]: rows out_s_offset .. out_s_offset+S-1 are written, and `out` is returned.
+
+    Returns:
+        [B, S, H], or `out`.
+
+    Source: API reference page output_projection_cte.
+    """
+    activations = Activations(attention, quantization_type, input_scales, float8_of(dtype_mode), attention_layout)
+    columns = weight.shape[1] // nl.num_programs()
+    weights = Weights(weight, bias, weight_scales, input_scales, activations, compact_weight_scales)
+    if out is None:
+        dtype = output_dtype
+        if dtype is None:
+            dtype = nl.bfloat16 if quantization_type == QuantizationType.MX else attention.dtype
+        shape = (activations.batch, activations.length, weight.shape[1])
+        out = nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
+
+    accumulators = []
+    for _ in range(ACCUMULATORS):
+        accumulators.append(nl.ndarray((PARTITIONS, BANK_COLUMNS), dtype=nl.float32, buffer=nl.psum))
+    blocks = _blocks(nl.program_id(0) * columns, columns, weights.bytes_per_column)
+    rows = max(min(ROWS_PER_CHUNK, CHUNK_BYTES // activations.bytes_per_row // PARTITIONS * PARTITIONS), PARTITIONS)
+    chunks = tiles_of(0, activations.batch * activations.length, rows)
+
+    chunk = activations.load(chunks[0][0], chunks[0][1])
+    block = weights.load(blocks[0][0], blocks[0][1])
+    for i in range(len(blocks)):
+        next_block = block
+        for j in range(len(chunks)):
+            last = j + 1 == len(chunks)
+            following = chunks[0 if last else j + 1]
+            next_chunk = chunk
+            if len(chunks) > 1 and not (last and i + 1 == len(blocks)):
+                next_chunk = activations.load(following[0], following[1])
+            if last and i + 1 < len(blocks):
+                next_block = weights.load(blocks[i + 1][0], blocks[i + 1][1])
+            _project(chunk, block, weights.scale, accumulators, out, out_s_offset)
+            chunk = next_chunk
+        block = next_block
+    return out
+
+
+def _blocks(start: int, columns: int, bytes_per_column: int) -> list[tuple[int, int]]:
+    """Blocks of columns, of about equal size: one if twice BLOCK_BYTES hold them all."""
+    if columns * bytes_per_column <= 2 * BLOCK_BYTES:
+        return [(start, columns)]
+    most = BLOCK_BYTES // bytes_per_column
+    unit = BANK_COLUMNS if most >= BANK_COLUMNS else PARTITIONS
+    most = max(most // unit, 1) * unit
+    even = -(-columns // -(-columns // most))
+    return tiles_of(start, columns, -(-even // unit) * unit)
+
+
+def _project(
+    chunk: Chunk, block: Block, scale: Tensor | None, accumulators: list[Tensor], out: Tensor, out_s_offset: int
+) -> None:
+    """Write a chunk of tokens times a block of the weight; `scale` is STATIC's."""
+    turn = 0
+    for first_column, columns in tiles_of(0, block.count, STORED_COLUMNS):
+        for first_row, rows in tiles_of(0, chunk.count, PARTITIONS):
+            result = nl.ndarray((rows, columns), dtype=out.dtype, buffer=nl.sbuf)
+            row_scale = None
+            if chunk.row_scales:
+                row_scale = chunk.row_scales[first_row // PARTITIONS]
+            elif scale is not None:
+                row_scale = scale[0:rows, :]
+            for column, count in tiles_of(0, columns, BANK_COLUMNS):
+                here = first_column + column
+                product = accumulators[turn % len(accumulators)]
+                multiply(product, chunk, (first_row, rows), block, (here, count))
+                steps = []
+                for op, operand in block.steps:
+                    steps.append((op, operand[0:rows, here : here + count]))
+                _evacuate(turn, result[:, column : column + count], product[0:rows, 0:count], row_scale, steps)
+                turn += 1
+            _store(out, out_s_offset, result, chunk.length, chunk.first + first_row, block.first + first_column)
+
+
+def _evacuate(turn: int, dst: Tensor, product: Tensor, scale: Tensor | None, steps: list[tuple[Any, Tensor]]) -> None:
+    """dst = product * scale, then each (operator, [rows, columns] tensor) of `steps`, at most two.
+
+    Scalar has nothing for a tensor on the right. On its turn GpSimd goes on, which adds float32 as Vector does.
+    """
+    by_vector = turn % 2 == 0
+    engine = nisa.engine.vector if by_vector else nisa.engine.scalar
+    if not steps:
+        _copy(dst, product, scale, engine)
+        return
+    op, operand = steps[0]
+    first = dst if len(steps) == 1 else nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+    if not by_vector:
+        scaled = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+        _copy(scaled, product, scale, engine)
+        free = nisa.engine.gpsimd if len(steps) == 1 else nisa.engine.vector
+        nisa.tensor_tensor(dst=first, data1=scaled, data2=operand, op=op, engine=free)
+    elif scale is None:
+        nisa.tensor_tensor(dst=first, data1=product, data2=operand, op=op)
+    else:
+        nisa.scalar_tensor_tensor(dst=first, data=product, op0=nl.multiply, operand0=scale, op1=op, operand1=operand)
+    if len(steps) == 2:
+        op, operand = steps[1]
+        nisa.tensor_tensor(dst=dst, data1=first, data2=operand, op=op, engine=nisa.engine.gpsimd)
+
+
+def _copy(dst: Tensor, src: Tensor, scale: Tensor | None, engine: Any) -> None:
+    if scale is None:
+        nisa.tensor_copy(dst=dst, src=src, engine=engine)
+    else:
+        nisa.tensor_scalar(dst=dst, data=src, op0=nl.multiply, operand0=scale, engine=engine)
+
+
+def _store(out: Tensor, out_s_offset: int, result: Tensor, length: int, row: int, column: int) -> None:
+    """Rows of results to their tokens' places."""
+    rows, columns = result.shape
+    for batch, position, count, at in sequence_pieces(row, rows, length):
+        start = out_s_offset + position
+        nisa.dma_copy(dst=out[batch, start : start + count, column : column + columns], src=result[at : at + count, :])
