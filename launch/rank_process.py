@@ -72,7 +72,8 @@ def _tell(error: Exception, job: Job | None) -> None:
         return
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
     where = "" if job is None or job.world_size == 1 else f" (rank {job.rank})"
-    print(f"kvp_prefill: error{where}: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"kvp_prefill: error{where}: {text}\n")  # at once: other ranks write here too
+    sys.stderr.flush()
     if job is not None:
         with contextlib.suppress(RuntimeError):
             job.store.set(TOLD, "")

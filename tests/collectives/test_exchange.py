@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from nki_parallel_attn.errors import ArgumentError, PeerError, RankMismatchError
 from nki_parallel_attn.kernels import collectives_torch, shared_memory_torch
 from nki_parallel_attn.kernels.collectives_torch import MAX_DIGEST_BYTES, TRANSPORT_VARIABLE, Exchange, exchange_for
 from nki_parallel_attn.testing import run_ranks
+from tests.patience import SOON
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.uint8, torch.uint16]
 DTYPES += [torch.uint32, torch.int32, torch.int64, torch.bool]
@@ -23,10 +23,10 @@ SHAPES = [(), (1,), (0, 3), (7,), (3, 5), (2, 3, 129), (64, 513)]
 CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
 
 
-def new_exchange(transport: str, timeout: float = 60) -> tuple[dist.ProcessGroup, Exchange]:
+def new_exchange(transport: str) -> tuple[dist.ProcessGroup, Exchange]:
     """An exchange of its own group over the world; the caller keeps the group, the exchange lives with it."""
     os.environ[TRANSPORT_VARIABLE] = transport
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    group = dist.new_group()
     exchange = exchange_for(group)
     del os.environ[TRANSPORT_VARIABLE]
     assert exchange.transport == (transport if exchange.size > 1 else "gloo")
@@ -159,7 +159,7 @@ def test_waiting_costs_no_cpu_time():
         exchange.barrier()
         return time.process_time() - start
 
-    assert max(run_ranks(body, 2)) < 0.1
+    assert max(run_ranks(body, 2)) < 0.5
 
 
 def test_traffic_counts_what_peers_receive():
@@ -241,9 +241,9 @@ def test_transports_are_chosen_by_all_ranks_together():
             exchange_for(dist.new_group())
 
         os.environ[TRANSPORT_VARIABLE] = ""
-        identity = shared_memory_torch._identity
+        identity = shared_memory_torch.process_identity
         if rank == 2:
-            shared_memory_torch._identity = lambda: identity() | {"boot": "elsewhere"}
+            shared_memory_torch.process_identity = lambda: identity() | {"boot": "elsewhere"}
         exchange = exchange_for(dist.new_group())
         assert exchange.transport == "gloo"
         assert exchange.traffic() == {}
@@ -251,7 +251,7 @@ def test_transports_are_chosen_by_all_ranks_together():
         os.environ[TRANSPORT_VARIABLE] = "shm"
         with pytest.raises(ArgumentError, match="rank 2: runs on another host"):
             exchange_for(dist.new_group())
-        shared_memory_torch._identity = identity
+        shared_memory_torch.process_identity = identity
         del os.environ[TRANSPORT_VARIABLE]
 
     run_ranks(body, 3)
@@ -319,16 +319,17 @@ def test_a_rank_that_raises_in_a_round_stops_its_peers_at_once_and_the_group_rec
         assert again.all_gather(torch.tensor(rank)).tolist() == [0, 1, 2]
         return seconds
 
-    assert max(run_ranks(body, 3)) < 1
+    assert max(run_ranks(body, 3)) < SOON
 
 
-def test_a_rank_that_never_arrives_raises_after_the_group_timeout():
+def test_a_rank_that_never_arrives_raises_after_the_timeout():
     def body() -> float:
-        _group, exchange = new_exchange("shm", timeout=1)
+        _group, exchange = new_exchange("shm")
+        exchange._timeout = 1.0
         start = time.monotonic()
         if exchange.rank == 0:
             with pytest.raises(PeerError, match="rank 1 of the group did not arrive within 1 s"):
                 exchange.barrier()
         return time.monotonic() - start
 
-    assert 0.9 < run_ranks(body, 2)[0] < 3
+    assert 0.9 < run_ranks(body, 2)[0] < SOON

@@ -66,10 +66,10 @@ def test_exactly_the_infeasible_are_refused_with_feasible_offers(request):
     if is_feasible(request):
         ShardingPlan(**arguments)
         return
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PlanError) as error:
         ShardingPlan(**arguments)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert error.value.rule in str(error.value)
     found = list(offers(error.value.nearest))
     assert found, error.value

@@ -104,9 +104,9 @@ def test_defaults():
 
 def test_a_world_of_4096_ranks_is_quick():
     plan = ShardingPlan(AttentionShape(128, 8, 128), world_size=4096, tp=128, kvp=16, rank_order="strided")
-    start = time.perf_counter()
+    start = time.process_time()
     groups = plan.replica_group()
     views = [plan.rank(rank) for rank in range(plan.world_size)]
     heads = [view.q_heads.start for view in views]
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(groups.groups) == 256 and sorted(heads) == sorted(list(range(128)) * 32)

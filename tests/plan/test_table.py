@@ -68,9 +68,9 @@ def test_a_length_and_dtype_given_to_the_table():
 def test_4096_ranks_stay_readable():
     shape = AttentionShape(q_heads=128, kv_heads=8, head_dim=128, layers=80)
     plan = ShardingPlan(shape, world_size=4096, tp=64, kvp=8, max_seq_len=2**20, rank_order="strided")
-    start = time.perf_counter()
+    start = time.process_time()
     lines = str(plan).splitlines()
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(lines) < 32 and max(map(len, lines)) < 200
     assert "... 4080 more ranks, rank 12 to 4091" in lines
     assert lines[-1].startswith("4095")

@@ -15,6 +15,7 @@ from nki_parallel_attn.sim import collectives as ncc
 from nki_parallel_attn.sim import isa as nisa
 from nki_parallel_attn.sim import language as nl
 from nki_parallel_attn.testing import run_ranks
+from tests.patience import SOON
 
 
 def copied(x):
@@ -96,18 +97,18 @@ def test_divergence_is_reported_within_seconds(kind):
     results = run_ranks(rank_main, 2)
     message, name, seconds = results[0]
     assert name == "DivergenceError"
-    assert seconds < 5
+    assert seconds < SOON
     assert "rank 1" in message and "test_process_transport.py:" in message, message
     if kind == "fails":
         assert "had enough" in message
 
 
-def test_a_dead_rank_is_reported_within_seconds():
+def test_a_dead_rank_is_reported_within_seconds(survivors_finish):
     def rank_main():
         start = time.monotonic()
         with pytest.raises(DivergenceError, match="died"):
             simulate(diverging)(inputs(0), {"rank": dist.get_rank(), "kind": "dies"})
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < SOON
         raise RuntimeError("the survivor saw it")
 
     from nki_parallel_attn.errors import RankFailedError

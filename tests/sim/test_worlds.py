@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -112,10 +110,8 @@ KINDS = ["ends early", "another collective", "another operator", "another shape"
 def test_divergence_names_ranks_calls_and_lines(size, kind):
     x = np.ones((size, 4), np.float32)
     for seed in (None, 0):
-        start = time.monotonic()
         with pytest.raises(DivergenceError) as caught:
             simulate(diverging, world_size=size, seed=seed)([(x, rank, size, kind) for rank in range(size)])
-        assert time.monotonic() - start < 5
         message = str(caught.value)
         assert f"rank {size - 1}" in message
         assert "all_reduce" in message

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nki_parallel_attn.errors import RankFailedError
-from nki_parallel_attn.testing import run_ranks
+from nki_parallel_attn.testing import run, run_ranks
 from nki_parallel_attn.testing.pool import MAX_IDLE_RANKS
+from tests.patience import SOON
 
 linux_only = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
 
@@ -28,7 +29,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until_gone(pids: list[int], seconds: float = 5.0) -> list[int]:
+def wait_until_gone(pids: list[int], seconds: float = SOON) -> list[int]:
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -59,8 +60,8 @@ def test_processes_are_replaced_after_a_hang_and_bounded_when_idle() -> None:
 def test_a_rank_that_died_between_two_calls_is_replaced() -> None:
     pids = run_ranks(os.getpid, 2)
     os.kill(pids[1], signal.SIGKILL)
-    wait_until_gone(pids[1:])
-    time.sleep(0.2)  # for the rank server to notice
+    while run._pool.ranks[1].exit_status is None:
+        run._pool.poll(SOON)
     assert run_ranks(dist.get_world_size, 2) == [2, 2]
 
 
@@ -83,7 +84,7 @@ def test_an_unfinished_collective_does_not_reach_the_next_call(leave) -> None:
         dist.all_reduce(value)
         return value.item()
 
-    assert run_ranks(total, 2, timeout=10) == [3.0, 3.0]
+    assert run_ranks(total, 2) == [3.0, 3.0]
 
 
 def test_ranks_whose_group_does_not_end_are_replaced() -> None:
@@ -145,8 +146,7 @@ def test_calls_from_several_threads_take_turns() -> None:
 
 SCRIPT = """
 import os, sys, time
-from nki_parallel_attn.testing import run_ranks
-from nki_parallel_attn.testing import run
+from nki_parallel_attn.testing import run, run_ranks
 
 def describe():
     import subprocess
@@ -178,11 +178,11 @@ def test_nothing_is_left_when_the_caller_ends(ending: str, tmp_path: Path) -> No
         time.sleep(0.3)
         assert directory.exists()
         caller.send_signal(signal.SIGKILL if ending == "sigkill" else signal.SIGINT)
-    _, errors = caller.communicate(timeout=15)
+    _, errors = caller.communicate(timeout=60)
     assert (caller.returncode == 0) == (ending == "exit"), errors
     assert wait_until_gone(pids) == []
     assert not directory.exists()
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared_before if any(str(p) in name for p in pids)]
 
 
 def test_a_forked_copy_of_the_caller_starts_its_own() -> None:

@@ -1,0 +1,4 @@
+"""How long tests wait for what should come at once."""
+
+SOON = 20.0
+"""Seconds. Long for a slow and busy machine, short of the timeout (60 s or more) that would end a hang."""
