@@ -17,21 +17,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import os
 import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import Actions, Comparison, Ranks, peak_memory, seconds_of, time_rounds
+from measure import Actions, Comparison, Ranks, machine, peak_memory, seconds_of, stage_seconds, time_rounds
 from torch import Tensor
 
 from nki_parallel_attn import AttentionShape, ShardingPlan, attention_kv_parallel_segmented_cte
@@ -83,18 +79,18 @@ def set_up_kv_parallel(seq_len: int) -> Actions:
     return {
         "run": prefill,
         "output": lambda: prefill().float().numpy(),
-        "stages": lambda: stage_seconds(prefill),
+        "stages": lambda: stage_seconds(prefill, stages()),
         "warm up": lambda: bool(small().numel()),
         "memory": lambda: peak_memory(prefill),
     }
 
 
-def stage_seconds(call: Callable[[], object]) -> dict[str, float]:
-    """Where one call's time goes on this rank; what the collectives wait for slower ranks is in them."""
+def stages() -> list[tuple[str, Any, str]]:
+    """What one call goes through; what the collectives wait for slower ranks is in them."""
     exchange = exchange_for()
     with exchange.round() as opened:
         round_type = type(opened)
-    stages = [
+    return [
         ("agree on arguments", operation, "agree"),
         ("gather Q", round_type, "all_gather"),
         ("read local K/V", twin, "read_local_kv"),
@@ -102,27 +98,6 @@ def stage_seconds(call: Callable[[], object]) -> dict[str, float]:
         ("exchange partials", round_type, "all_to_all"),
         ("merge", twin, "merge"),
     ]
-    seconds: defaultdict[str, float] = defaultdict(float)
-    running: list[str] = []
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            running.append(name)
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                running.pop()
-                if not running:  # a stage inside another is part of it
-                    seconds[name] += time.perf_counter() - start
-
-        return run
-
-    with ExitStack() as patches:
-        for name, owner, attribute in stages:
-            patches.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
-        total = seconds_of(call)
-    return {**{name: seconds[name] for name, _, _ in stages}, "other": total - sum(seconds.values()), "total": total}
 
 
 def set_up_gather_kv(seq_len: int) -> Actions:
@@ -306,10 +281,6 @@ def compare_ring_packages(ranks: int, seq_len: int, rounds: int) -> None:
 
 def _milliseconds(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:12.1f}{min(seconds) * 1e3:10.1f}"
-
-
-def machine() -> str:
-    return f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import machine
 
-from kvp_prefill import BASELINE, OURS, THREADS, machine, measure, memory_yardstick
+from kvp_prefill import BASELINE, OURS, THREADS, measure, memory_yardstick
 
 RESULTS = Path(__file__).parent.parent / "docs" / "kvp_prefill.json"
 PLOT = RESULTS.with_suffix(".svg")

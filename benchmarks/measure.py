@@ -14,17 +14,20 @@ import socket
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.profiler import ProfilerActivity, profile
 
 from nki_parallel_attn.kernels.collectives_torch import exchange_for
 
@@ -163,6 +166,36 @@ def time_rounds(contenders: Mapping[str, Callable[[], float]], rounds: int) -> d
     return seconds
 
 
+def stage_seconds(call: Callable[[], object], stages: Sequence[tuple[str, Any, str]]) -> dict[str, float]:
+    """Where one call's time goes in this process: by stage, "other" and "total".
+
+    Args:
+        call: what is timed.
+        stages: name of the stage, and the owner and name of a function that is part of it.
+    """
+    seconds: dict[str, float] = {name: 0.0 for name, _, _ in stages}
+    running: list[str] = []
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            running.append(name)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                running.pop()
+                if not running:  # a stage inside another is part of it
+                    seconds[name] += time.perf_counter() - start
+
+        return run
+
+    with ExitStack() as patches:
+        for name, owner, attribute in stages:
+            patches.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+        total = seconds_of(call)
+    return {**seconds, "other": total - sum(seconds.values()), "total": total}
+
+
 def seconds_of(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
@@ -179,6 +212,19 @@ def peak_memory(action: Callable[[], object]) -> int:
     peak = _status("VmHWM")
     del result
     return peak - before
+
+
+def allocated_bytes(action: Callable[[], object]) -> int:
+    """Bytes of tensor memory that `action` asks torch for on the CPU, freed again or not, within its calls included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        action()
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    events = profiled.profiler.kineto_results.events()
+    return sum(max(0, event.nbytes()) for event in events if event.name() == "[memory]")
+
+
+def machine() -> str:
+    return f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _status(field: str) -> int:

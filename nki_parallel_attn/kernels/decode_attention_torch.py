@@ -34,10 +34,10 @@ class RunningSoftmax:
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge a partial of the sequences `rows`."""
         old = self.lse[rows]
-        new = torch.logaddexp(old, lse)
-        safe = new.masked_fill(new == -torch.inf, 0)
-        self.out[rows] = self.out[rows] * (old - safe).exp()[..., None] + out * (lse - safe).exp()[..., None]
-        self.lse[rows] = new
+        # exp(lse) / (exp(old) + exp(lse)); a partial without keys weighs nothing, beside another one too.
+        weight = torch.sigmoid(lse - old).masked_fill_(lse == -torch.inf, 0)
+        self.out[rows].lerp_(out.to(self.out.dtype), weight[..., None])
+        torch.logaddexp(old, lse, out=old)
 
 
 def fold_heads(q: Tensor, kv_heads: int) -> Tensor:

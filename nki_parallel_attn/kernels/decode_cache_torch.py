@@ -2,13 +2,15 @@
 
 Two forms with one interface. A flat cache of the query's dtype is read in place, as one piece. What must be changed on
 the way (block tables, float8, a transposed K) goes through one scratch buffer of fixed size, whatever the context; it
-stays in a core's cache for the fused call that follows.
+stays in the processor's cache for the fused call that follows, and in the thread for the next step.
 
 float8 tokens hold the e4m3 format; torch.float8_e4m3fn carries both its variants, uint8 the same bytes untyped.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,8 +24,9 @@ from nki_parallel_attn.topology.block_tables import ABSENT
 from nki_parallel_attn.topology.paged_cache import unpack_fp8_k
 
 FP8_DTYPES = (FP8, torch.uint8)
-# Slots of scratch, over the KV heads: K and V of 2048 x 128 in bfloat16 are 1 MiB.
-SCRATCH_SLOTS = 2048
+# Slots of scratch, over the KV heads: K and V of 8192 x 128 in bfloat16 are 4 MiB, which a core's share of the last
+# cache level holds. Merging what fewer slots give takes a good part of the time that attention to them takes.
+SCRATCH_SLOTS = 8192
 SKIP_UPDATE = torch.iinfo(torch.uint32).max
 
 
@@ -177,5 +180,24 @@ def _typed(cache: Tensor) -> Tensor:
     return cache.view(FP8) if cache.dtype == torch.uint8 else cache
 
 
+class _Scratch(threading.local):
+    """Memory of this thread's last step on the CPU: fresh pages at every step cost more than the copy into them."""
+
+    def __init__(self) -> None:
+        self.by_dtype: dict[torch.dtype, Tensor] = {}
+
+
+_kept = _Scratch()
+
+
 def _scratch(kv_heads: int, slots: int, dim: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    return torch.empty(2, 1, kv_heads, slots, dim, dtype=dtype, device=like.device)
+    """[2, 1, kv_heads, slots, dim], of which a thread uses one of a dtype at a time."""
+    shape = (2, 1, kv_heads, slots, dim)
+    if like.device.type != "cpu":  # other devices' allocators keep memory themselves, in step with their streams
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    elements = math.prod(shape)
+    kept = _kept.by_dtype.get(dtype)
+    if kept is None or len(kept) < elements:
+        with torch.inference_mode(False):  # what is made in inference mode cannot be written outside
+            kept = _kept.by_dtype[dtype] = torch.empty(elements, dtype=dtype)
+    return kept[:elements].view(shape)
