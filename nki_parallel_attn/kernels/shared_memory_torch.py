@@ -58,7 +58,7 @@ def connect(distributed: DistributedExchange) -> SharedMemoryExchange:
     offer: dict[str, Any] = {}
     error = ""
     try:
-        offer = _identity()
+        offer = process_identity()
         if rank == 0:
             arena, nonce = _Arena.create(size)
             offer |= {"file": arena.file, "nonce": nonce}
@@ -81,18 +81,18 @@ def connect(distributed: DistributedExchange) -> SharedMemoryExchange:
     return SharedMemoryExchange(rank, size, arena, peers, distributed.timeout)
 
 
-def _identity() -> dict[str, Any]:
+def process_identity() -> dict[str, Any]:
     if not sys.platform.startswith("linux"):
         raise OSError(f"shared memory is used on Linux only, this is {sys.platform}")
     return {
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "pids": os.readlink("/proc/self/ns/pid"),
         "pid": os.getpid(),
-        "started": _start_time(os.getpid()) or "",
+        "started": start_time(os.getpid()) or "",
     }
 
 
-def _start_time(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Clock ticks from boot to the start of the process, which tell a reused pid; None when it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -299,7 +299,7 @@ class SharedMemoryExchange(Exchange):
             self._raise_if_failed()
             pid, started = self._processes[peer]
             # The posts are read last: a rank may end after its last one.
-            if _start_time(pid) != started and not self.arena.posts(self.rank, peer):
+            if start_time(pid) != started and not self.arena.posts(self.rank, peer):
                 raise PeerError(f"rank {peer} of the group (process {pid}) has died")
             if time.monotonic() > deadline:
                 raise PeerError(f"rank {peer} of the group did not arrive within {self._timeout:g} s")
