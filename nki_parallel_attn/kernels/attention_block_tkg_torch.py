@@ -5,7 +5,7 @@
     3. KVDP, CP              decode_collectives_torch.py
     4. attention             decode_attention_torch.py
     5. way back, projection
-    6. cache update          last, after everything that can fail
+    6. cache update          last, after everything that can fail has passed on every rank
 
 Precision: projections, Q and K after norms and RoPE, partial outputs and the attention output are rounded to X's dtype,
 everything between in float32. The exchanges are passed in, so that ranks may be processes or threads.
@@ -65,6 +65,7 @@ def attention_block_tkg(
         return result, (new_k.squeeze(2) if sizes.kv_heads == 1 else new_k).contiguous(), v.contiguous()
     assert args.kv_cache_update_idx is not None
     index = args.kv_cache_update_idx.to(torch.int64)
+    collectives.wait_for_all(kvdp_exchange, cp_exchange)
     if sizes.block_len is None:
         cache.write_flat(args, index[:, 0], k, v)
     else:

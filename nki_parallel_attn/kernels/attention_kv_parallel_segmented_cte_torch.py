@@ -141,7 +141,7 @@ def local_partials(q_all: Tensor, local: LocalKV, scale: float, outs: list[Tenso
     kv_heads = local.keys.shape[0]
     for tile in visible_tiles(local.visible, q_all.shape[0], kv_heads):
         rows = _on(tile.rows, q_all.device)
-        for heads, kv in _head_chunks(tile.count, q_all.shape[0], kv_heads):
+        for heads, kv in _head_chunks(tile, q_all.shape[0], kv_heads):
             out, lse = _tile_partial(q_all[heads, rows], local, tile, kv, scale)
             _deliver(out, outs, heads, rows)
             _deliver(lse, lses, heads, rows)
@@ -179,7 +179,7 @@ def local_gradients(
     kv_heads = local.keys.shape[0]
     for tile in visible_tiles(local.visible, q_all.shape[0], kv_heads):
         rows = _on(tile.rows, q_all.device)
-        for heads, kv in _head_chunks(tile.count, q_all.shape[0], kv_heads):
+        for heads, kv in _head_chunks(tile, q_all.shape[0], kv_heads):
             q, grad, out, lse = (t[heads, rows] for t in (q_all, grad_all, out_all, lse_all))
             grad_q = torch.zeros(q.shape, dtype=stat, device=q.device)
             for keys, causal, mask in _calls(tile, local.visible, q.device):
@@ -215,13 +215,20 @@ def _calls(tile: RowTile, visible: VisibleSlots, device: torch.device) -> Iterat
         yield keys, False, tile_mask(tile, keys, visible).to(device)
 
 
-def _head_chunks(rows: int, heads: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
-    """Heads to attend at once, with their KV heads: all, or as many of one KV head as bound the temporaries."""
-    if heads * rows <= MAX_FUSED_ROWS:
-        yield slice(0, heads), slice(0, kv_heads)
-        return
+def _head_chunks(tile: RowTile, heads: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
+    """Heads to attend at once, with their KV heads: as many as bound the temporaries, of whole KV heads or of one.
+
+    The fused op gives each thread an equal share of (head, row block) pairs, in order. A causal head's later rows cost
+    more than its earlier ones, so that threads which share a head wait for the last: each gets whole heads.
+    """
+    step = max(MAX_FUSED_ROWS // tile.count, torch.get_num_threads() if tile.causal else 1)
     per_kv_head = heads // kv_heads
-    step = max(1, MAX_FUSED_ROWS // rows)
+    if step >= per_kv_head:
+        kv_step = step // per_kv_head
+        for kv in range(0, kv_heads, kv_step):
+            stop = min(kv + kv_step, kv_heads)
+            yield slice(kv * per_kv_head, stop * per_kv_head), slice(kv, stop)
+        return
     for kv in range(kv_heads):
         end = (kv + 1) * per_kv_head
         for start in range(kv * per_kv_head, end, step):

@@ -80,10 +80,13 @@ class Exchange(ABC):
         self._sent: Counter[str] = Counter()
         self._in_round = False
 
-    @property
-    def broken(self) -> bool:
-        """A rank has failed inside a call; `exchange_for` then connects anew."""
-        return False
+    def ready(self) -> bool:
+        """Whether the next call can use this exchange; False, on all ranks alike, when an earlier call has failed.
+
+        Raises:
+            PeerError: a peer has already failed in the call that this rank comes to make, which thereby counts as made.
+        """
+        return True
 
     @abstractmethod
     def exchange_digest(self, digest: bytes) -> list[bytes]:
@@ -188,6 +191,19 @@ class DistributedExchange(Exchange):
                 dist.all_to_all([_bytes(part) for part in parts], [_bytes(slot) for slot in outbox], group=self.group)
         return parts
 
+    def swap_uneven(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> list[torch.Tensor]:
+        """All-to-all of parcels of any size: fills incoming[peer] with the peer's outgoing[this rank], and returns it.
+
+        The own parcel is handed over as it is. Nothing is sent for an empty parcel.
+        """
+        self._sent["all_to_all"] += sum(parcel.nbytes for parcel in outgoing) - outgoing[self.rank].nbytes
+        with _peer_errors():
+            if self.device.type == "cpu":
+                self._point_to_point(outgoing, incoming)
+            elif self.size > 1:
+                dist.all_to_all([_bytes(t) for t in incoming], [_bytes(t) for t in outgoing], group=self.group)
+        return [outgoing[peer] if peer == self.rank else parcel for peer, parcel in enumerate(incoming)]
+
     @property
     def group(self) -> dist.ProcessGroup:
         group = self._group() if self._group else None
@@ -201,10 +217,14 @@ class DistributedExchange(Exchange):
         return float(self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
     def _point_to_point(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:
-        group = self.group
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        work = [dist.irecv(_bytes(incoming[peer]), group=group, group_src=peer) for peer in reversed(peers)]
-        work += [dist.isend(_bytes(outgoing[peer]), group=group, group_dst=peer) for peer in peers]
+        senders = [peer for peer in reversed(peers) if incoming[peer].numel()]
+        receivers = [peer for peer in peers if outgoing[peer].numel()]
+        if not senders and not receivers:
+            return
+        group = self.group
+        work = [dist.irecv(_bytes(incoming[peer]), group=group, group_src=peer) for peer in senders]
+        work += [dist.isend(_bytes(outgoing[peer]), group=group, group_dst=peer) for peer in receivers]
         # Each handle once: a second wait() on a gloo handle blocks until the timeout.
         for handle in work:
             if handle is not None:
@@ -245,6 +265,7 @@ def exchange_for(group: dist.ProcessGroup | None = None, device: torch.device | 
 
     Raises:
         ArgumentError: this rank is not in the group, or the transport that is asked for is unknown or impossible.
+        PeerError: see `Exchange.ready`.
         RankMismatchError: the ranks ask for different transports.
     """
     device = torch.device(device)
@@ -259,7 +280,7 @@ def exchange_for(group: dist.ProcessGroup | None = None, device: torch.device | 
         )
     known = _exchanges.setdefault(group, {})
     exchange = known.get(device.type)
-    if exchange is None or exchange.broken:
+    if exchange is None or not exchange.ready():
         exchange = known[device.type] = _connect(group, device)
     return exchange
 

@@ -40,6 +40,16 @@ def open_groups(kvdp: Exchange | None, cp: Exchange | None) -> Iterator[tuple[Gr
         yield None, None
 
 
+def wait_for_all(kvdp: Exchange | None, cp: Exchange | None) -> None:
+    """Return once every rank of the grid has come here; raise on all of them if one has failed.
+
+    After its own row's barrier a rank knows of the row, after its column's of all rows.
+    """
+    for exchange in (kvdp, cp):
+        if exchange is not None:
+            exchange.barrier()
+
+
 def heads_for_batch(q: Tensor, group: Group, mode: KVDPCollectiveMode) -> Tensor:
     """[B, h, S, d] of this rank's heads to [B/R, R*h, S, d]: all ranks' heads of this rank's sequences."""
     rows = len(q) // group.size

@@ -126,6 +126,19 @@ def dequantize_mx(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
     return (blocks * scale_values(scales).to(dtype)[:, None]).flatten(0, 1)
 
 
+def quantize_dequantize_mx(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What `quantize_mx` leaves of activations [..., K], in `dtype`, float8_e4m3fn elements times their scales."""
+    elements, scales = quantize_mx(values)
+    return (_blocks(elements.to(dtype)) * scale_values(scales).to(dtype)[..., None]).flatten(-2)
+
+
+def product_dtype(scales: Tensor) -> torch.dtype:
+    """float32, or float64 where a weight with these scales may exceed float32 although its products do not."""
+    bytes_ = scales.view(torch.uint8)
+    largest = int(bytes_.masked_fill(bytes_ == SCALE_NAN, 0).max())
+    return torch.float32 if largest <= _LAST_IN_FLOAT32 else torch.float64
+
+
 def matmul_mx(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     """Activations, quantised on the fly to float8_e4m3fn, times a packed weight; products are exact, sums float32.
 
@@ -137,12 +150,8 @@ def matmul_mx(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [T, N] float32.
     """
-    elements, x_scales = quantize_mx(x)
-    bytes_ = scales.view(torch.uint8)
-    largest = int(bytes_.masked_fill(bytes_ == SCALE_NAN, 0).max())
-    dtype = torch.float32 if largest <= _LAST_IN_FLOAT32 else torch.float64
-    left = _blocks(elements.to(dtype)) * scale_values(x_scales).to(dtype)[..., None]
-    return (left.flatten(-2) @ dequantize_mx(packed, scales, dtype)).to(torch.float32)
+    dtype = product_dtype(scales)
+    return (quantize_dequantize_mx(x, dtype) @ dequantize_mx(packed, scales, dtype)).to(torch.float32)
 
 
 def _blocks(values: Tensor) -> Tensor:

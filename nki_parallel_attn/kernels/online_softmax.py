@@ -18,15 +18,21 @@ from __future__ import annotations
 from typing import Any
 
 from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS, Segment
-from nki_parallel_attn.kernels.tile_transposes import Transposer
+from nki_parallel_attn.kernels.tile_transposes import SCALAR_TIME, VECTOR_TIME, Transposer
 from nki_parallel_attn.kernels.visible_slots import SlotMasks
 from nki_parallel_attn.nki import nisa, nl
 
 BANK = 512
-SCORE_BUFFERS = 6
-COLUMN_RING = 16
-# Units whose scores are issued before the weights of one: the maxima of a tile's units must be there for its first.
-LOOK_AHEAD = 4
+SCORE_BANKS = 4
+PRODUCT_BANKS = 2
+COLUMN_RING = 64
+# Scores issued before the weights of a unit: the maxima of a segment must be there for its first unit.
+LOOK_AHEAD = 3072
+SCORE_COLUMNS = LOOK_AHEAD + 3 * BANK
+# Units whose weights are issued before the values of one.
+UNAPPLIED = 1
+WEIGHT_BUFFERS = 4
+TRANSPOSED_BUFFERS = 4
 
 
 class Partial(nl.NKIObject):  # type: ignore[misc]
@@ -95,45 +101,56 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         self.transposer = transposer
         self.masks = masks
         self.unit_tiles = BANK // slots
-        self.score_buffers = [nl.ndarray((rows, BANK), dtype=nl.float32, buffer=nl.psum) for _ in range(SCORE_BUFFERS)]
-        self.weight_buffers = [nl.ndarray((rows, BANK), dtype=dtype, buffer=nl.sbuf) for _ in range(3)]
-        self.products = nl.ndarray((rows, 3, self.width), dtype=nl.float32, buffer=nl.psum)
+        self.products_of_bank = BANK // self.width
+        self.banks = [nl.ndarray((rows, BANK), dtype=nl.float32, buffer=nl.psum) for _ in range(SCORE_BANKS)]
+        self.bank_place = 0
+        self.scores = nl.ndarray((rows, SCORE_COLUMNS), dtype=nl.float32, buffer=nl.sbuf)
+        self.scores_place = 0
+        self.weight_buffers = [nl.ndarray((rows, BANK), dtype=dtype, buffer=nl.sbuf) for _ in range(WEIGHT_BUFFERS)]
+        self.products = [
+            nl.ndarray((rows, self.products_of_bank, self.width), dtype=nl.float32, buffer=nl.psum)
+            for _ in range(PRODUCT_BANKS)
+        ]
         self.batch = transposer.batch(rows)
-        self.transposed = [nl.ndarray((slots, self.batch * rows), dtype=dtype, buffer=nl.sbuf) for _ in range(3)]
+        self.transposed = [nl.ndarray((slots, self.batch * rows), dtype=dtype, buffer=nl.sbuf) for _ in range(TRANSPOSED_BUFFERS)]
         self.maxima = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
         self.rescales = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
         self.parts = [nl.ndarray((rows, self.width), dtype=nl.float32, buffer=nl.sbuf) for _ in range(2)]
         self.negated_scale = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=self.negated_scale, value=-scale)
+        self.ahead = 0
         self.unweighed = []  # type: list[Unit]
         self.unapplied = []  # type: list[Unit]
         self.products_due = []  # type: list[Any]
-        self.open_unit = None  # type: Any
+        self.groups = 0
         self.units = 0
+        self.columns = 0
         self.items = 0
         self.batches = 0
 
     def push(self, unit: Unit) -> None:
-        """Issue the scores of `unit`, the weights of an earlier one and the values of the one before that."""
+        """Issue the scores of `unit`, and what is due of the later stages of earlier ones."""
         self.score(unit)
         self.unweighed.append(unit)
-        if len(self.unweighed) > LOOK_AHEAD:
+        self.ahead += unit.tiles * self.slots
+        while self.ahead > LOOK_AHEAD:
             self.advance()
 
     def flush(self) -> None:
         """Issue everything that is left."""
         while self.unweighed:
             self.advance()
-        if self.unapplied:
+        while self.unapplied:
             self.apply(self.unapplied.pop(0))
         self.issue_products()
 
     def advance(self) -> None:
-        """Weights of the oldest unit that has none, values of the one before."""
+        """Weights of the oldest unit that has none, values of an earlier one."""
         unit = self.unweighed.pop(0)
+        self.ahead -= unit.tiles * self.slots
         self.weigh(unit)
         self.unapplied.append(unit)
-        if len(self.unapplied) > 1:
+        if len(self.unapplied) > UNAPPLIED:
             self.apply(self.unapplied.pop(0))
 
     # Stage 1.
@@ -142,32 +159,52 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         number = self.units
         self.units = number + 1
         slots = self.slots
-        scores = self.score_buffers[number % SCORE_BUFFERS]
+        columns = unit.tiles * slots
+        self.columns += columns
+        if self.bank_place % BANK + columns > BANK:
+            self.bank_place += BANK - self.bank_place % BANK
+        bank = self.banks[self.bank_place // BANK % SCORE_BANKS]
+        first = self.bank_place % BANK
+        self.bank_place += columns
+        if self.scores_place + columns > SCORE_COLUMNS:
+            self.scores_place = 0
+        scores = self.scores[:, self.scores_place : self.scores_place + columns]
+        self.scores_place += columns
         unit.scores = scores
-        unit.weights = self.weight_buffers[number % 3]
-        tiles = unit.tiles
-        seen = scores[:, : tiles * slots]
-        keys = unit.segment.k[:, unit.first * slots : (unit.first + tiles) * slots]
-        nisa.nc_matmul(dst=seen, stationary=unit.q, moving=keys, accumulate=False)
-        column = number % COLUMN_RING
-        unit.maximum = self.maxima[:, column : column + 1]
-        unit.rescale = self.rescales[:, column : column + 1]
+        unit.weights = self.weight_buffers[number % WEIGHT_BUFFERS]
+        product = bank[:, first : first + columns]
+        keys = unit.segment.k[:, unit.first * slots : unit.first * slots + columns]
+        nisa.nc_matmul(dst=product, stationary=unit.q, moving=keys, accumulate=False)
+        command = nisa.reduce_cmd.reset_reduce if unit.opens else nisa.reduce_cmd.reduce
+        maximum = None
+        if unit.closes:
+            column = self.groups % COLUMN_RING
+            self.groups += 1
+            unit.maximum = maximum = self.maxima[:, column : column + 1]
+            unit.rescale = self.rescales[:, column : column + 1]
         if unit.bounds is None:
-            nisa.tensor_reduce(dst=unit.maximum, op=nl.maximum, data=seen, axis=1)
+            nisa.tensor_scalar_reduce(
+                dst=scores,
+                data=product,
+                op0=nl.multiply,
+                operand0=1.0,
+                reduce_op=nl.maximum,
+                reduce_cmd=command,
+                reduce_res=maximum,
+            )
         else:
             nisa.range_select(
-                dst=seen,
-                on_true_tile=seen,
+                dst=scores,
+                on_true_tile=product,
                 comp_op0=nl.greater_equal,
                 comp_op1=nl.less,
                 bound0=unit.bounds.first,
                 bound1=unit.bounds.stop,
                 range_start=unit.bounds.start,
-                reduce_res=unit.maximum,
+                reduce_cmd=command,
+                reduce_res=maximum,
             )
-        if not unit.opens:
-            gpsimd(unit.maximum, unit.maximum, self.open_unit.maximum, nl.maximum)
-        self.open_unit = unit
+        self.transposer.engines.vector += columns * VECTOR_TIME
         segments = unit.partial.segments[unit.tile][unit.head]
         unit.continues = segments > 0
         unit.shift = unit.partial.shift[:, unit.tile, segments % 2, unit.head : unit.head + 1]
@@ -190,6 +227,7 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
 
     def weigh(self, unit: Unit) -> None:
         columns = unit.tiles * self.slots
+        self.transposer.engines.scalar += columns * SCALAR_TIME
         nisa.activation(
             dst=unit.weights[:, :columns], op=nl.exp, data=unit.scores[:, :columns], bias=unit.shift, scale=self.scale
         )
@@ -201,7 +239,7 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         tiles = unit.tiles
         for start in range(0, tiles, self.batch):
             count = min(self.batch, tiles - start)
-            transposed = self.transposed[self.batches % 3]
+            transposed = self.transposed[self.batches % TRANSPOSED_BUFFERS]
             self.batches += 1
             weights = [unit.weights[:, t * slots : (t + 1) * slots] for t in range(start, start + count)]
             self.transposer.transpose(weights, transposed[:, : count * self.rows])
@@ -214,7 +252,9 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         if not self.products_due:
             return
         unit, start, count, transposed = self.products_due.pop()
-        product = self.products[:, self.items % 3, :]
+        per_bank = self.products_of_bank
+        bank = self.products[self.items // per_bank % PRODUCT_BANKS]
+        product = bank[:, self.items % per_bank, :]
         for t in range(count):
             nisa.nc_matmul(
                 dst=product,
@@ -231,11 +271,12 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
     def collect(self, unit: Unit, product: Any) -> None:
         """Add a segment's product to what its rows have accumulated."""
         acc = unit.partial.acc[:, unit.tile, unit.head, :]
+        engine = self.transposer.engines.least_loaded(self.width)
         if not unit.continues:
-            nisa.tensor_copy(dst=acc, src=product, engine=nisa.engine.scalar)
+            nisa.tensor_copy(dst=acc, src=product, engine=engine)
             return
         part = self.parts[self.items % 2]
-        nisa.tensor_copy(dst=part, src=product, engine=nisa.engine.scalar)
+        nisa.tensor_copy(dst=part, src=product, engine=engine)
         gpsimd(acc, acc, unit.rescale.broadcast(1, self.width), nl.multiply)
         gpsimd(acc, acc, part, nl.add)
 

@@ -9,14 +9,15 @@ block. Tokens come in chunks, the next of which loads meanwhile, and so does the
 columns each and never meet.
 
 Results leave PSUM by the Vector and the Scalar Engine in turns, dequantised and with the bias added on the way. How
-operands reach SBUF is in projection_operands.py, and what quantisation does to them in quantized_tiles.py.
+operands reach SBUF is in projection_tokens.py and projection_weights.py, quantisation in quantized_tiles.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from nki_parallel_attn.kernels.projection_operands import Activations, Block, Chunk, Weights, multiply
+from nki_parallel_attn.kernels.projection_tokens import Activations, Chunk
+from nki_parallel_attn.kernels.projection_weights import Block, Weights, multiply
 from nki_parallel_attn.kernels.quantized_tiles import float8_of
 from nki_parallel_attn.kernels.tiling import PARTITIONS, sequence_pieces, tiles_of
 from nki_parallel_attn.nki import nisa, nki, nl
@@ -85,26 +86,32 @@ def output_projection_cte(
         shape = (activations.batch, activations.length, weight.shape[1])
         out = nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
 
-    accumulators = []
-    for _ in range(ACCUMULATORS):
-        accumulators.append(nl.ndarray((PARTITIONS, BANK_COLUMNS), dtype=nl.float32, buffer=nl.psum))
+    results = Results(out, out_s_offset, weights.scale)
     blocks = _blocks(nl.program_id(0) * columns, columns, weights.bytes_per_column)
     rows = max(min(ROWS_PER_CHUNK, CHUNK_BYTES // activations.bytes_per_row // PARTITIONS * PARTITIONS), PARTITIONS)
     chunks = tiles_of(0, activations.batch * activations.length, rows)
 
     chunk = activations.load(chunks[0][0], chunks[0][1])
     block = weights.load(blocks[0][0], blocks[0][1])
+    while chunk.steps_left():
+        activations.advance(chunk)
     for i in range(len(blocks)):
         next_block = block
         for j in range(len(chunks)):
             last = j + 1 == len(chunks)
-            following = chunks[0 if last else j + 1]
             next_chunk = chunk
             if len(chunks) > 1 and not (last and i + 1 == len(blocks)):
-                next_chunk = activations.load(following[0], following[1])
+                first, count = chunks[0 if last else j + 1]
+                next_chunk = activations.load(first, count)
             if last and i + 1 < len(blocks):
                 next_block = weights.load(blocks[i + 1][0], blocks[i + 1][1])
-            _project(chunk, block, weights.scale, accumulators, out, out_s_offset)
+            units = _units(chunk, block)
+            steps, done = next_chunk.steps_left(), 0
+            for u in range(len(units)):
+                results.write(chunk, block, units[u])
+                while done < steps * (u + 1) // len(units):
+                    activations.advance(next_chunk)
+                    done += 1
             chunk = next_chunk
         block = next_block
     return out
@@ -121,54 +128,78 @@ def _blocks(start: int, columns: int, bytes_per_column: int) -> list[tuple[int, 
     return tiles_of(start, columns, -(-even // unit) * unit)
 
 
-def _project(
-    chunk: Chunk, block: Block, scale: Tensor | None, accumulators: list[Tensor], out: Tensor, out_s_offset: int
+def _units(chunk: Chunk, block: Block) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """What is stored at once: ((first row, rows), (first column, columns)), in the order in which weights load."""
+    units = []
+    for columns in tiles_of(0, block.count, STORED_COLUMNS):
+        for rows in tiles_of(0, chunk.count, PARTITIONS):
+            units.append((rows, columns))
+    return units
+
+
+class Results(nl.NKIObject):  # type: ignore[misc]
+    """The output, and the PSUM banks that products take in turns on their way there; `scale` is STATIC's."""
+
+    def __init__(self, out: Tensor, out_s_offset: int, scale: Tensor | None) -> None:
+        self.out = out
+        self.out_s_offset = out_s_offset
+        self.scale = scale
+        self.banks = []
+        for _ in range(ACCUMULATORS):
+            self.banks.append(nl.ndarray((PARTITIONS, BANK_COLUMNS), dtype=nl.float32, buffer=nl.psum))
+        self.turn = 0
+
+    def write(self, chunk: Chunk, block: Block, unit: tuple[tuple[int, int], tuple[int, int]]) -> None:
+        """Multiply, evacuate and store one unit of the chunk's tokens and the block's columns."""
+        (first_row, rows), (first_column, columns) = unit
+        scale = None
+        if chunk.row_scales:
+            scale = chunk.row_scales[first_row // PARTITIONS]
+        elif self.scale is not None:
+            scale = self.scale[0:rows, :]
+        result = nl.ndarray((rows, columns), dtype=self.out.dtype, buffer=nl.sbuf)
+        for at, count in tiles_of(0, columns, BANK_COLUMNS):
+            column = first_column + at
+            product = self.banks[self.turn % ACCUMULATORS]
+            multiply(product, chunk, (first_row, rows), block, (column, count))
+            operands = block.part(rows, column, count)
+            _evacuate(self.turn, result[:, at : at + count], product[0:rows, 0:count], scale, operands)
+            self.turn += 1
+        column = block.first + first_column
+        for batch, position, tokens, at in sequence_pieces(chunk.first + first_row, rows, chunk.length):
+            start = self.out_s_offset + position
+            nisa.dma_copy(
+                dst=self.out[batch, start : start + tokens, column : column + columns],
+                src=result[at : at + tokens, :],
+            )
+
+
+def _evacuate(
+    turn: int, dst: Tensor, product: Tensor, scale: Tensor | None, operands: list[tuple[Any, Tensor]]
 ) -> None:
-    """Write a chunk of tokens times a block of the weight; `scale` is STATIC's."""
-    turn = 0
-    for first_column, columns in tiles_of(0, block.count, STORED_COLUMNS):
-        for first_row, rows in tiles_of(0, chunk.count, PARTITIONS):
-            result = nl.ndarray((rows, columns), dtype=out.dtype, buffer=nl.sbuf)
-            row_scale = None
-            if chunk.row_scales:
-                row_scale = chunk.row_scales[first_row // PARTITIONS]
-            elif scale is not None:
-                row_scale = scale[0:rows, :]
-            for column, count in tiles_of(0, columns, BANK_COLUMNS):
-                here = first_column + column
-                product = accumulators[turn % len(accumulators)]
-                multiply(product, chunk, (first_row, rows), block, (here, count))
-                steps = []
-                for op, operand in block.steps:
-                    steps.append((op, operand[0:rows, here : here + count]))
-                _evacuate(turn, result[:, column : column + count], product[0:rows, 0:count], row_scale, steps)
-                turn += 1
-            _store(out, out_s_offset, result, chunk.length, chunk.first + first_row, block.first + first_column)
+    """dst = product * scale, then each (operator, tensor like dst) of `operands`, at most two.
 
-
-def _evacuate(turn: int, dst: Tensor, product: Tensor, scale: Tensor | None, steps: list[tuple[Any, Tensor]]) -> None:
-    """dst = product * scale, then each (operator, [rows, columns] tensor) of `steps`, at most two.
-
-    Scalar has nothing for a tensor on the right. On its turn GpSimd goes on, which adds float32 as Vector does.
+    Scalar takes no tensor on the right. On its turn GpSimd goes on with what Scalar has copied, or Vector if GpSimd has
+    the second operator to do.
     """
     by_vector = turn % 2 == 0
     engine = nisa.engine.vector if by_vector else nisa.engine.scalar
-    if not steps:
+    if not operands:
         _copy(dst, product, scale, engine)
         return
-    op, operand = steps[0]
-    first = dst if len(steps) == 1 else nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+    op, operand = operands[0]
+    first = dst if len(operands) == 1 else nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
     if not by_vector:
         scaled = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
         _copy(scaled, product, scale, engine)
-        free = nisa.engine.gpsimd if len(steps) == 1 else nisa.engine.vector
-        nisa.tensor_tensor(dst=first, data1=scaled, data2=operand, op=op, engine=free)
+        engine = nisa.engine.gpsimd if len(operands) == 1 else nisa.engine.vector
+        nisa.tensor_tensor(dst=first, data1=scaled, data2=operand, op=op, engine=engine)
     elif scale is None:
-        nisa.tensor_tensor(dst=first, data1=product, data2=operand, op=op)
+        nisa.tensor_tensor(dst=first, data1=product, data2=operand, op=op, engine=engine)
     else:
         nisa.scalar_tensor_tensor(dst=first, data=product, op0=nl.multiply, operand0=scale, op1=op, operand1=operand)
-    if len(steps) == 2:
-        op, operand = steps[1]
+    if len(operands) == 2:
+        op, operand = operands[1]
         nisa.tensor_tensor(dst=dst, data1=first, data2=operand, op=op, engine=nisa.engine.gpsimd)
 
 
@@ -177,11 +208,3 @@ def _copy(dst: Tensor, src: Tensor, scale: Tensor | None, engine: Any) -> None:
         nisa.tensor_copy(dst=dst, src=src, engine=engine)
     else:
         nisa.tensor_scalar(dst=dst, data=src, op0=nl.multiply, operand0=scale, engine=engine)
-
-
-def _store(out: Tensor, out_s_offset: int, result: Tensor, length: int, row: int, column: int) -> None:
-    """Rows of results to their tokens' places."""
-    rows, columns = result.shape
-    for batch, position, count, at in sequence_pieces(row, rows, length):
-        start = out_s_offset + position
-        nisa.dma_copy(dst=out[batch, start : start + count, column : column + columns], src=result[at : at + count, :])

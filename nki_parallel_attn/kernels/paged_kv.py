@@ -27,20 +27,28 @@ RESIDENT_BYTES = 80 * 1024
 
 
 class Segment(nl.NKIObject):  # type: ignore[misc]
-    """Up to SEGMENT_SLOTS slots of one KV head on chip.
+    """Up to SEGMENT_SLOTS slots of one KV head on chip, or on their way there.
 
     Attributes:
         first, tiles: slot tiles first .. first+tiles-1.
         k: [D, slots], K transposed.
         v: [slots of a tile, tiles, D + 2]: V; ones, but zero for slots that hold nothing visible; marks of slots that
             hold a NaN or an infinity.
+        keys, values: as read, [slots of a tile, tiles, D]; None if they were read into k, v.
+        k_finite, v_finite: float32 [slots of a tile, tiles], 1 where all of a slot's K (V) is finite.
+        ready: so many tiles have been prepared.
     """
 
-    def __init__(self, first: int, tiles: int, k: Any, v: Any) -> None:
+    def __init__(self, first: int, tiles: int, k: Any, v: Any, k_finite: Any, v_finite: Any) -> None:
         self.first = first
         self.tiles = tiles
         self.k = k
         self.v = v
+        self.k_finite = k_finite
+        self.v_finite = v_finite
+        self.keys = None  # type: Any
+        self.values = None  # type: Any
+        self.ready = 0
 
 
 class PagedKV(nl.NKIObject):  # type: ignore[misc]
@@ -80,7 +88,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         itemsize = transposer.itemsize
         per_tile = (layout.tile + self.head_dim + EXTRA_COLUMNS) * itemsize
         self.resident = max(2, RESIDENT_BYTES // (self.segment_tiles * per_tile))
-        self.column_sets = {}  # type: dict[str, Any]
+        self.numbers = {}  # type: dict[str, Any]
         self.loaded = {}  # type: dict[str, Segment]
         self.order = []  # type: list[str]
 
@@ -95,49 +103,68 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         return self.loaded[key]
 
     def load(self, head: int, number: int) -> Segment:
-        """Read one segment from HBM."""
+        """Start to read one segment from HBM."""
         first = number * self.segment_tiles
         tiles = min(self.segment_tiles, self.layout.tiles - first)
         size, dim = self.layout.tile, self.head_dim
-        index = self.row_index(head, first, tiles, 1)
         v = nl.ndarray((size, tiles, dim + EXTRA_COLUMNS), dtype=self.dtype, buffer=nl.sbuf)
         k = nl.ndarray((dim, tiles * size), dtype=self.dtype, buffer=nl.sbuf)
-        # 1 where all of a slot's K (V) is finite.
         k_finite = nl.ndarray((size, tiles), dtype=nl.float32, buffer=nl.sbuf)
         v_finite = nl.ndarray((size, tiles), dtype=nl.float32, buffer=nl.sbuf)
-        # All reads first: they take long, and GpSimd, which makes their descriptors, must not wait in between.
+        segment = Segment(first, tiles, k, v, k_finite, v_finite)
+        # GpSimd makes the descriptors of all reads: it must not wait for one of them in between.
+        stored_v = v[:, :, :dim]
+        if self.v_cache.dtype != self.dtype:
+            segment.values = stored_v = nl.ndarray((size, tiles, dim), dtype=self.v_cache.dtype, buffer=nl.sbuf)
         nisa.memset(dst=v, value=0.0, engine=nisa.engine.gpsimd)
-        keys = None if self.packed else self.read_rows(self.k_cache, index)
-        values = self.read_rows(self.v_cache, index, v[:, :, :dim])
+        if segment.values is not None:
+            nisa.memset(dst=stored_v, value=0.0, engine=nisa.engine.gpsimd)
+        if not self.packed:
+            segment.keys = nl.ndarray((size, tiles, dim), dtype=self.k_cache.dtype, buffer=nl.sbuf)
+            nisa.memset(dst=segment.keys, value=0.0, engine=nisa.engine.gpsimd)
+        index = self.row_index(head, first, tiles, 1)
+        start = 0
+        while start < tiles:
+            stop = self.next_batch(segment, start)
+            if not self.packed:
+                self.read_rows(self.k_cache, index, segment.keys, start, stop)
+            self.read_rows(self.v_cache, index, stored_v, start, stop)
+            start = stop
         if self.packed:
             self.read_packed_keys(k, k_finite, head, first, tiles)
-        batch = self.transposer.batch(size)
-        for start in range(0, tiles, batch):
-            stop = min(start + batch, tiles)
-            if keys is not None:
-                part = self.converted(keys[:, start:stop, :])
-                zero_broken(part, k_finite[:, start:stop])
-                self.transpose_keys(k[:, start * size : stop * size], part)
-            part = v[:, start:stop, :dim]
-            if values is not None:
-                nisa.tensor_copy(dst=part, src=values[:, start:stop, :])
-            zero_broken(part, v_finite[:, start:stop])
         nisa.tensor_scalar(dst=v[:, :, dim], data=index, op0=nl.greater_equal, operand0=0.0)
-        exact(v_finite, v_finite, k_finite, nl.multiply)
-        nisa.tensor_scalar(dst=v[:, :, dim + 1], data=v_finite, op0=nl.less, operand0=1.0)
-        return Segment(first, tiles, k, v)
+        return segment
 
-    def read_rows(self, cache: Any, index: Any, dst: Any = None) -> Any:
-        """[size, tiles, D] rows of a cache, zero where left out; None if they were read into `dst`, which is zero."""
-        size, tiles = index.shape
+    def next_batch(self, segment: Segment, start: int) -> int:
+        """End of the batch of tiles from `start` on. The first of all is short: everything waits for it."""
+        batch = self.transposer.batch(self.layout.tile)
+        if segment.first == 0 and start == 0:
+            return 1
+        return min(start // batch * batch + batch, segment.tiles)
+
+    def prepare(self, segment: Segment, tiles: int) -> None:
+        """Prepare at least the first `tiles` tiles of a segment for the Tensor Engine."""
+        size, dim = self.layout.tile, self.head_dim
+        while segment.ready < tiles:
+            start = segment.ready
+            stop = segment.ready = self.next_batch(segment, start)
+            if segment.keys is not None:
+                part = self.converted(segment.keys[:, start:stop, :])
+                zero_broken(part, segment.k_finite[:, start:stop])
+                self.transpose_keys(segment.k[:, start * size : stop * size], part)
+            part = segment.v[:, start:stop, :dim]
+            if segment.values is not None:
+                nisa.tensor_copy(dst=part, src=segment.values[:, start:stop, :])
+            finite = segment.v_finite[:, start:stop]
+            zero_broken(part, finite)
+            exact(finite, finite, segment.k_finite[:, start:stop], nl.multiply)
+            nisa.tensor_scalar(dst=segment.v[:, start:stop, dim + 1], data=finite, op0=nl.less, operand0=1.0)
+
+    def read_rows(self, cache: Any, index: Any, dst: Any, start: int, stop: int) -> None:
+        """Rows of a cache into tiles start .. stop-1 of `dst`, which is left as it is where they are left out."""
         rows = cache.flatten_dims(0, 2)
-        direct = dst is not None and rows.dtype == self.dtype
-        if not direct:
-            dst = nl.ndarray((size, tiles, self.head_dim), dtype=rows.dtype, buffer=nl.sbuf)
-            nisa.memset(dst=dst, value=0.0, engine=nisa.engine.gpsimd)
-        for t in range(tiles):
+        for t in range(start, stop):
             gather_rows(dst[:, t, :], rows, index[:, t : t + 1])
-        return None if direct else dst
 
     def read_packed_keys(self, k: Any, finite: Any, head: int, first: int, tiles: int) -> None:
         """Rows of the packed K are pairs of slots, [D, 2]; the second of a pair may hold nothing visible."""
@@ -145,7 +172,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         rows = self.k_cache.flatten_dims(0, 2).flatten_dims(1, 2)
         pairs = size // 2
         index = self.row_index(head, first, tiles, 2)
-        seen = self.visible(self.columns(2)[:, 2:3], first, tiles, pairs)
+        seen = self.visible(self.slot_numbers(head, first, tiles, 2)[:, 2, :])
         flags = nl.ndarray((pairs, tiles, 2), dtype=nl.float32, buffer=nl.sbuf)
         for t in range(tiles):
             stored = nl.ndarray((pairs, dim * 2), dtype=rows.dtype, buffer=nl.sbuf)
@@ -194,25 +221,15 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
 
     def row_index(self, head: int, first: int, tiles: int, step: int) -> Any:
         """int32 [size/step, tiles]: row of the flattened cache for every `step`-th slot, negative to leave it out."""
-        layout = self.layout
-        size, per_block = layout.tile // step, layout.block_size // step
+        size, per_block = self.layout.tile // step, self.layout.block_size // step
         index = self.block_entries(first, tiles, step)
-        exact(index, index, filled(self.kv_heads * per_block, size, tiles), nl.multiply)
-        exact(index, index, self.columns(step)[:, 0:1].broadcast(1, tiles), nl.add)
-        # Parts of a block larger than a tile, and this head's rows.
-        starts = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
-        parts = max(1, layout.block_size // layout.tile)
-        for part in range(parts):
-            chosen = [t for t in range(tiles) if (first + t) % parts == part]
-            if chosen:
-                nisa.memset(
-                    dst=starts[:, chosen[0] : tiles : parts],
-                    value=head * per_block + part * size,
-                    engine=nisa.engine.gpsimd,
-                )
-        exact(index, index, starts, nl.add)
-        exact(index, index, self.visible(self.columns(step)[:, 1:2], first, tiles, size), nl.multiply)
-        exact(index, index, filled(-1, size, tiles), nl.add)
+        numbers = self.slot_numbers(head, first, tiles, step)
+        rows_of_block, minus_one = filled(self.kv_heads * per_block, size, tiles), filled(-1, size, tiles)
+        seen = self.visible(numbers[:, 1, :])
+        exact(index, index, rows_of_block, nl.multiply)
+        exact(index, index, numbers[:, 0, :], nl.add)
+        exact(index, index, seen, nl.multiply)
+        exact(index, index, minus_one, nl.add)
         return index
 
     def block_entries(self, first: int, tiles: int, step: int) -> Any:
@@ -220,53 +237,51 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         layout = self.layout
         size = layout.tile // step
         per_tile, parts = max(1, layout.tile // layout.block_size), max(1, layout.block_size // layout.tile)
-        entries = nl.ndarray((per_tile, tiles), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.memset(dst=entries, value=-1)
+        entries = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
         if parts > 1:
             for t in range(tiles):
-                block = (first + t) // parts
-                nisa.dma_copy(dst=entries[:, t : t + 1], src=self.block_tables[:, block : block + 1])
-        else:
-            whole = min(tiles, layout.blocks // per_tile - first)
-            if whole > 0:
-                pattern = [[1, per_tile], [per_tile, whole]]
-                nisa.dma_copy(dst=entries[:, :whole], src=self.block_tables.ap(pattern, offset=first * per_tile))
-            rest = layout.blocks - (first + whole) * per_tile
-            if whole < tiles and rest > 0:
-                source = self.block_tables.ap([[1, rest], [1, 1]], offset=(first + whole) * per_tile)
-                nisa.dma_copy(dst=entries[:rest, whole : whole + 1], src=source)
-        numbers = nl.ndarray((per_tile, tiles), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=numbers, src=entries)
-        over = np.zeros((per_tile, size), dtype=np.float32)
-        for slot in range(size):
-            over[slot * per_tile // size, slot] = 1.0
-        return self.transposer.spread(numbers, constant(over))
+                source = self.block_tables.ap([[0, size], [1, 1]], offset=(first + t) // parts)
+                nisa.dma_copy(dst=entries[:, t : t + 1], src=source)
+            return entries
+        same = size // per_tile
+        whole = min(tiles, layout.blocks // per_tile - first)
+        if whole < tiles:
+            nisa.memset(dst=entries, value=-1, engine=nisa.engine.gpsimd)
+        if whole > 0:
+            pattern = [[1, per_tile], [0, same], [per_tile, whole]]
+            nisa.dma_copy(dst=entries[:, :whole], src=self.block_tables.ap(pattern, offset=first * per_tile))
+        rest = layout.blocks - (first + whole) * per_tile
+        if whole < tiles and rest > 0:
+            source = self.block_tables.ap([[1, rest], [0, same], [1, 1]], offset=(first + whole) * per_tile)
+            nisa.dma_copy(dst=entries[: rest * same, whole : whole + 1], src=source)
+        return entries
 
-    def columns(self, step: int) -> Any:
-        """int32 [size/step, 3], for every `step`-th slot of tile 0: row in the block plus 1, position on rank 0, and
-        the next slot's position."""
+    def slot_numbers(self, head: int, first: int, tiles: int, step: int) -> Any:
+        """int32 [size/step, 3, tiles], for every `step`-th slot: its row among those of its block's heads, plus 1; its
+        position on rank 0; that of the next slot."""
         layout = self.layout
-        key = str(step)
-        if key not in self.column_sets:
-            slots = range(0, layout.tile, step)
-            inside = [slot % layout.block_size // step + 1 for slot in slots]
-            rows = [inside, [layout.position(slot) for slot in slots], [layout.position(slot + 1) for slot in slots]]
-            self.column_sets[key] = self.transposer.to_columns(constant(np.array(rows, dtype=np.float32)))
-        return self.column_sets[key]
+        key = str([head, first, step])
+        if key not in self.numbers:
+            per_block = layout.block_size // step
+            slots = (first + np.arange(tiles)) * layout.tile + np.arange(0, layout.tile, step)[:, None]
+            rows = head * per_block + slots % layout.block_size // step + 1
+            numbers = np.stack([rows, layout.positions(slots), layout.positions(slots + 1)], axis=1)
+            self.numbers[key] = nl.shared_constant(numbers.astype(np.int32))
+        tile = nl.ndarray((layout.tile // step, 3, tiles), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=self.numbers[key])
+        return tile
 
-    def visible(self, column: Any, first: int, tiles: int, size: int) -> Any:
-        """int32 [size, tiles]: 1 for slots that some query of the call sees by position on this rank, else 0."""
-        layout = self.layout
-        positions = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
-        for t in range(tiles):
-            nisa.memset(dst=positions[:, t : t + 1], value=layout.first_position(first + t), engine=nisa.engine.gpsimd)
-        exact(positions, positions, column.broadcast(1, tiles), nl.add)
-        exact(positions, positions, self.q_offset[:size, :].broadcast(1, tiles), nl.subtract)
+    def visible(self, positions: Any) -> Any:
+        """int32 [size, tiles]: 1 where some query of the call sees that position plus this rank's offset, else 0."""
+        size, tiles = positions.shape
+        ahead = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
+        last = filled(self.rows - 1, size, tiles)
+        exact(ahead, positions, self.q_offset[:size, :].broadcast(1, tiles), nl.subtract)
         seen = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
-        exact(seen, positions, filled(self.rows - 1, size, tiles), nl.less_equal)
-        if layout.window:
-            exact(positions, positions, filled(-layout.window, size, tiles), nl.greater)
-            exact(seen, seen, positions, nl.multiply)
+        exact(seen, ahead, last, nl.less_equal)
+        if self.layout.window:
+            exact(ahead, ahead, filled(-self.layout.window, size, tiles), nl.greater)
+            exact(seen, seen, ahead, nl.multiply)
         return seen
 
 
@@ -309,10 +324,3 @@ def filled(value: int, size: int, tiles: int) -> Any:
     column = nl.ndarray((size, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.memset(dst=column, value=value, engine=nisa.engine.gpsimd)
     return column.broadcast(1, tiles)
-
-
-def constant(values: Any) -> Any:
-    """A NumPy array on chip."""
-    tile = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=nl.shared_constant(values))
-    return tile

@@ -29,13 +29,18 @@ def float8_max(dtype: Any) -> float:
     return 448.0 if dtype == nl.float8_e4m3fn else 240.0
 
 
-def quantize_static(dst: Tensor, src: Tensor, inverse_scale: Tensor) -> None:
-    """dst = src * inverse_scale in the range of dst's float8, infinity included; inverse_scale [P, 1] float32."""
+def scale_on_scalar_engine(src: Tensor, inverse_scale: Tensor) -> Tensor:
+    """src * inverse_scale in float32, inverse_scale [P, 1] float32."""
     scaled = nl.ndarray(src.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=scaled, data=src, op0=nl.multiply, operand0=inverse_scale, engine=nisa.engine.scalar)
+    return scaled
+
+
+def clamp_to_float8(dst: Tensor, src: Tensor) -> None:
+    """dst = src in the range of dst's float8, infinity included."""
     most = float8_max(dst.dtype)
     nisa.tensor_scalar(
-        dst=dst, data=scaled, op0=nl.minimum, operand0=most, op1=nl.maximum, operand1=-most, engine=nisa.engine.vector
+        dst=dst, data=src, op0=nl.minimum, operand0=most, op1=nl.maximum, operand1=-most, engine=nisa.engine.vector
     )
 
 
@@ -100,12 +105,12 @@ class Float8Transposer(nl.NKIObject):  # type: ignore[misc]
             self.turn += 1
 
 
-def quantize_tokens_mx(dst: Tensor, scales: Tensor, rows: Tensor) -> None:
-    """MXFP8 words dst [P, tokens] and scales of rows [P, 4, tokens]: partition p holds contraction rows 4p to 4p+3."""
-    size, lanes, tokens = rows.shape
-    words = nl.ndarray((size, tokens, lanes), dtype=rows.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=words, src=rows.permute((0, 2, 1)), engine=nisa.engine.gpsimd)
-    nisa.quantize_mx(dst=dst, src=words, dst_scale=scales)
+def interleave_lanes(lanes: Tensor) -> Tensor:
+    """[P, tokens, 4] from [P, 4, tokens], as quantize_mx wants the four elements of a word."""
+    size, count, tokens = lanes.shape
+    words = nl.ndarray((size, tokens, count), dtype=lanes.dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=words, src=lanes.permute((0, 2, 1)), engine=nisa.engine.scalar)
+    return words
 
 
 def packed(weight: Tensor) -> Tensor:

@@ -202,11 +202,19 @@ class _Arena:
     def read_digest(self, rank: int, sequence: int) -> bytes:
         return self._read(self._digests, rank * self.DIGESTS + sequence % self.DIGESTS)
 
-    def write_failure(self, rank: int, reason: bytes) -> None:
-        self._write(self._failures, rank, reason)
+    def write_failure(self, rank: int, call: int, reason: bytes) -> None:
+        self._write(self._failures, rank, call.to_bytes(8, "little") + reason)
 
     def failures(self) -> dict[int, bytes]:
-        return {rank: reason for rank in range(self._size) if (reason := self._read(self._failures, rank))}
+        """Reasons by rank."""
+        return {rank: record[8:] for rank, record in self._failure_records().items()}
+
+    def failed_call(self) -> int:
+        """The first call that failed; there is one."""
+        return min(int.from_bytes(record[:8], "little") for record in self._failure_records().values())
+
+    def _failure_records(self) -> dict[int, bytes]:
+        return {rank: record for rank in range(self._size) if (record := self._read(self._failures, rank))}
 
     def _write(self, table: int, index: int, record: bytes) -> None:
         start = table + index * _RECORD_BYTES
@@ -234,14 +242,23 @@ class SharedMemoryExchange(Exchange):
         self._sequence = 0
         self._digest_sequence = 0
         self._awaited: bytes | None = None
+        # Rounds, digests and barriers begun. A failure is of one of them: a rank that comes late to it must fail too,
+        # and one that had done its part before the failure must not, or the ranks would no longer be at the same call.
+        self._begun = 0
 
-    @property
-    def broken(self) -> bool:
-        return bool(self.arena.failures())
+    def ready(self) -> bool:
+        try:
+            self._begin()
+        except PeerError:
+            if self.arena.failed_call() < self._begun:
+                return False
+            raise
+        self._begun -= 1
+        return True
 
     def exchange_digest(self, digest: bytes) -> list[bytes]:
         check_digest(digest)
-        self._finish()
+        self._begin()
         sequence = self._digest_sequence
         self._digest_sequence += 1
         self.arena.write_digest(self.rank, sequence, digest)
@@ -250,7 +267,7 @@ class SharedMemoryExchange(Exchange):
         return [self.arena.read_digest(rank, sequence) for rank in range(self.size)]
 
     def barrier(self) -> None:
-        self._finish()
+        self._begin()
         self.meet(b"barrier")
 
     def meet(self, call: bytes) -> None:
@@ -262,8 +279,7 @@ class SharedMemoryExchange(Exchange):
         self._sent[op] += nbytes
 
     def _open_round(self) -> Round:
-        # The memory of the last round is free once every peer has left that round.
-        self._finish()
+        self._begin()
         return _SharedMemoryRound(self)
 
     def _close_round(self, error: BaseException | None) -> None:
@@ -271,6 +287,11 @@ class SharedMemoryExchange(Exchange):
             self._arrive(b"end of round")
         else:
             self._fail(error)
+
+    def _begin(self) -> None:
+        """Also waits until every peer has left the last round: its memory is free then."""
+        self._begun += 1
+        self._finish()
 
     def _arrive(self, call: bytes) -> None:
         self.arena.write_call(self.rank, self._sequence, call)
@@ -315,7 +336,7 @@ class SharedMemoryExchange(Exchange):
 
     def _fail(self, error: BaseException) -> None:
         if not self.arena.failures():
-            self.arena.write_failure(self.rank, f"{type(error).__name__}: {error}".encode())
+            self.arena.write_failure(self.rank, self._begun, f"{type(error).__name__}: {error}".encode())
             for peer in self._peers:
                 self.arena.post(peer, self.rank)
 

@@ -59,7 +59,11 @@ class SlotLayout(nl.NKIObject):  # type: ignore[misc]
 
     def position(self, slot: int) -> int:
         """Position of a slot on rank 0."""
-        return slot // self.block_size * self.ranks * self.block_size + slot % self.block_size
+        return int(self.positions(slot))
+
+    def positions(self, slots: Any) -> Any:
+        """Positions on rank 0 of one slot or an array of them."""
+        return slots // self.block_size * self.ranks * self.block_size + slots % self.block_size
 
     def first_position(self, tile: int) -> int:
         """Position of a tile's first slot on rank 0, the lowest of any rank."""

@@ -1,0 +1,166 @@
+"""Blocks of the weight's columns in SBUF for output_projection_cte, and their product with a chunk of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nki_parallel_attn.kernels.projection_tokens import Activations, Chunk, loaded
+from nki_parallel_attn.kernels.quantized_tiles import load_scales, packed
+from nki_parallel_attn.kernels.tiling import PARTITIONS, tiles_of
+from nki_parallel_attn.nki import nisa, nl
+from nki_parallel_attn.topology.types import QuantizationType
+
+LOADED_COLUMNS = 2048  # of a weight tile per transfer: 4 KiB contiguous per partition of 16-bit elements
+SHUFFLED_COLUMNS = 2048
+
+Tensor = Any
+
+
+class Block(nl.NKIObject):  # type: ignore[misc]
+    """Adjacent columns of the weight.
+
+    Attributes:
+        tiles: [128, contraction tiles, columns], what matmuls take as moving.
+        mx_scales: MX: [128, contraction tiles, columns] uint8.
+        sizes: partitions of each contraction tile.
+        operands: (operator, [128, columns]): what is done to the products, in this order.
+    """
+
+    def __init__(self, first: int, count: int, sizes: list[int]) -> None:
+        self.first = first
+        self.count = count
+        self.sizes = sizes
+        self.tiles: Tensor = None
+        self.mx_scales: Tensor = None
+        self.operands: list[tuple[Any, Tensor]] = []
+
+    def part(self, rows: int, column: int, columns: int) -> list[tuple[Any, Tensor]]:
+        """(operator, [rows, columns]): `operands` for some of the columns."""
+        part = []
+        for op, operand in self.operands:
+            part.append((op, operand[0:rows, column : column + columns]))
+        return part
+
+
+class Weights(nl.NKIObject):  # type: ignore[misc]
+    """The weight with what belongs to its columns.
+
+    Attributes:
+        scale: STATIC: [128, 1] float32, what products are multiplied with.
+        bytes_per_column: of a block, per partition.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_scales: Tensor | None,
+        input_scales: Tensor | None,
+        activations: Activations,
+        compact: bool,
+    ) -> None:
+        quantization = activations.quantization
+        self.activations = activations
+        self.weight = weight
+        self.weight_scales = weight_scales
+        self.compact = compact
+        self.scale: Tensor = None
+        self.rows: list[tuple[Any, Tensor]] = []  # (operator, [1, H]) for all columns
+        itemsize = 4 if activations.attention.dtype == nl.float32 else 2
+        if quantization == QuantizationType.MX:
+            self.weight = packed(weight)
+            itemsize = 3 if self.weight.dtype == nl.float4_e2m1fn_x4 else 5
+        elif quantization != QuantizationType.NONE:
+            self.weight = weight.view(activations.dtype)
+            itemsize = 1
+        if quantization == QuantizationType.STATIC:
+            self.scale = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_tensor(dst=self.scale, data1=loaded(input_scales), data2=loaded(weight_scales), op=nl.multiply)
+        elif quantization == QuantizationType.ROW:
+            self.rows.append((nl.multiply, weight_scales))
+        if bias is not None:
+            self.rows.append((nl.add, bias))
+        self.bytes_per_column = len(activations.tiles) * itemsize
+        for _, row in self.rows:
+            self.bytes_per_column += 4 if row.dtype == nl.float32 else 2
+
+    def load(self, first: int, count: int) -> Block:
+        """Start to load columns first .. first+count-1."""
+        tiles = self.activations.tiles
+        block = Block(first, count, [size for _, size in tiles])
+        block.tiles = nl.ndarray((PARTITIONS, len(tiles), count), dtype=self.weight.dtype, buffer=nl.sbuf)
+        for column, columns in tiles_of(0, count, LOADED_COLUMNS):
+            for k in range(len(tiles)):
+                start, size = tiles[k]
+                nisa.dma_copy(
+                    dst=block.tiles[0:size, k, column : column + columns],
+                    src=self.weight[start : start + size, first + column : first + column + columns],
+                )
+        if self.activations.quantization == QuantizationType.MX:
+            block.mx_scales = load_scales(self.weight_scales, tiles, first, count, self.compact)
+        for op, row in self.rows:
+            block.operands.append((op, on_all_partitions(row, first, count)))
+        return block
+
+
+def multiply(dst: Tensor, chunk: Chunk, rows: tuple[int, int], block: Block, columns: tuple[int, int]) -> None:
+    """dst[:rows, :columns] = the chunk's rows (first, count) times the block's columns (first, count).
+
+    Full float8 tiles are contracted in pairs, which takes the time of one.
+    """
+    first_row, row_count = rows
+    first_column, column_count = columns
+    mx = chunk.mx_scales is not None
+    if mx:
+        row_count += row_count % 2
+    pairs = block.tiles.dtype in (nl.float8_e4m3, nl.float8_e4m3fn)
+    here = slice(first_row, first_row + row_count)
+    there = slice(first_column, first_column + column_count)
+    product = dst[0:row_count, 0:column_count]
+    k = 0
+    while k < len(block.sizes):
+        size = block.sizes[k]
+        if mx:
+            nisa.nc_matmul_mx(
+                dst=product,
+                stationary=chunk.tiles[0:size, k, here],
+                moving=block.tiles[0:size, k, there],
+                stationary_scale=chunk.mx_scales[0:size, k, here],
+                moving_scale=block.mx_scales[0:size, k, there],
+                accumulate=k > 0,
+            )
+        elif pairs and k + 1 < len(block.sizes) and block.sizes[k + 1] == PARTITIONS:
+            nisa.nc_matmul(
+                dst=product,
+                stationary=chunk.tiles[:, k : k + 2, here],
+                moving=block.tiles[:, k : k + 2, there],
+                accumulate=k > 0,
+                perf_mode=nisa.matmul_perf_mode.double_row,
+            )
+            k += 1
+        else:
+            nisa.nc_matmul(
+                dst=product,
+                stationary=chunk.tiles[0:size, k, here],
+                moving=block.tiles[0:size, k, there],
+                accumulate=k > 0,
+            )
+        k += 1
+
+
+def on_all_partitions(row: Tensor, first: int, count: int) -> Tensor:
+    """[128, count] from columns first .. first+count-1 of the first row of an HBM tensor.
+
+    DMA brings one row to each quadrant of 32 partitions, whose others a stream shuffle fills.
+    """
+    tile = nl.ndarray((PARTITIONS, count), dtype=row.dtype, buffer=nl.sbuf)
+    for column, columns in tiles_of(0, count, SHUFFLED_COLUMNS):
+        given = nl.ndarray((PARTITIONS, columns), dtype=row.dtype, buffer=nl.sbuf)
+        nisa.memset(dst=given, value=0.0, engine=nisa.engine.gpsimd)  # the shuffle reads all partitions
+        for quadrant in range(0, PARTITIONS, 32):
+            nisa.dma_copy(
+                dst=given[quadrant : quadrant + 1, :],
+                src=row[0:1, first + column : first + column + columns],
+            )
+        nisa.nc_stream_shuffle(dst=tile[:, column : column + columns], src=given, shuffle_mask=[0] * 32)
+    return tile
