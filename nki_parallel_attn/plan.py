@@ -11,6 +11,8 @@ A plan is plain numbers: making one touches no device and no process group.
     plan_rank.py         one rank's view
     plan_shards.py       whole tensors and their shards
     plan_bytes.py        memory and traffic
+    plan_cache_pair.py   whether two plans share one cache
+    plan_redistribute.py a cache moved from one plan's ranks to another's
     plan_table.py        the print
     plan_agreement.py    JSON, and the check that all ranks hold the same plan
     plan_groups.py       torch process groups
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nki_parallel_attn import plan_agreement, plan_bytes, plan_shards, plan_table
+from nki_parallel_attn import plan_agreement, plan_bytes, plan_cache_pair, plan_shards, plan_table
 from nki_parallel_attn.errors import ArgumentError, PlanError
 from nki_parallel_attn.plan_feasibility import Request, check_feasible
 from nki_parallel_attn.plan_rank import RankView
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from nki_parallel_attn.plan_groups import ProcessGroups
+    from nki_parallel_attn.plan_redistribute import Redistributed, Redistribution
 
 KV_AXES = ("kvp", "cp", "kvdp")
 """Mesh axes of the ranks that share KV, in the order of their index: index = cp_rank*kvdp + kvdp_rank when decoding."""
@@ -266,6 +269,61 @@ class ShardingPlan:
             [kv_heads, length, d], or [batch, kv_heads, length, d].
         """
         return plan_shards.unshard_kv_all(self, shards, length, batch, paged)
+
+    # One cache, two plans
+
+    def check_same_cache(self, other: ShardingPlan) -> None:
+        """Check that both plans put every position of every KV head in the same slot of the same rank.
+
+        Then what one plan's operation wrote the other's reads where it lies, as after prefill with kvp=G under
+        RoundRobin and decoding with cp=G; else `redistribute` moves it.
+
+        Raises:
+            PlanError: names the first rule that does not hold.
+        """
+        plan_cache_pair.check_same_cache(self, other)
+
+    def redistribution(
+        self, source: ShardingPlan, lengths: Sequence[int], dtype: torch.dtype = torch.bfloat16
+    ) -> Redistribution:
+        """Bytes that `redistribute` sends for K and V of all layers, by rank; formula in plan_redistribute.py.
+
+        Raises:
+            PlanError, ArgumentError: as `redistribute`.
+        """
+        from nki_parallel_attn.plan_redistribute import redistribution
+
+        return redistribution(self, source, lengths, dtype)
+
+    def redistribute(
+        self,
+        source: ShardingPlan,
+        caches: Sequence[Tensor],
+        lengths: Sequence[int],
+        block_table: Tensor | None = None,
+    ) -> Redistributed:
+        """Make this plan's paged caches out of those of `source`; collective over the model copy.
+
+        Args:
+            source: any plan of the same shape, world_size and tp.
+            caches: this rank's K and V caches of any number of layers, each [num_blocks, kv_heads, block_size, d].
+            lengths: tokens of each sequence of the whole batch, the same on every rank.
+            block_table: [B/kvdp, max_blocks], physical blocks of the sequences that this rank holds under `source`; by
+                default in order, equally many of each, as `RankView.shard_kv` leaves them.
+
+        Returns:
+            New caches, each sequence's blocks in order (`blocks_per_sequence()` each, or what the longest one takes if
+            the plan has no max_seq_len), zeros in unused slots; and the bytes that this rank sent. `caches` stay.
+
+        Raises:
+            PlanError, ArgumentError: plans of different models, caches or lengths that do not fit; before anything is
+                sent, and as PeerError on the other ranks.
+            RankMismatchError: plans, lengths or dtypes differ between ranks.
+            PeerError: a rank died on the way.
+        """
+        from nki_parallel_attn.plan_redistribute import redistribute
+
+        return redistribute(self, source, caches, lengths, block_table)
 
     # Machine
 
