@@ -209,9 +209,10 @@ class _Arena:
         """Reasons by rank."""
         return {rank: record[8:] for rank, record in self._failure_records().items()}
 
-    def failed_call(self) -> int:
-        """The first call that failed; there is one."""
-        return min(int.from_bytes(record[:8], "little") for record in self._failure_records().values())
+    def failed_call(self) -> float:
+        """The first call that failed, infinite while there is none."""
+        calls = (int.from_bytes(record[:8], "little") for record in self._failure_records().values())
+        return min(calls, default=math.inf)
 
     def _failure_records(self) -> dict[int, bytes]:
         return {rank: record for rank in range(self._size) if (record := self._read(self._failures, rank))}
@@ -247,13 +248,16 @@ class SharedMemoryExchange(Exchange):
         self._begun = 0
 
     def ready(self) -> bool:
+        begun = self._begun
+        if self.arena.failed_call() <= begun:
+            return False
         try:
             self._begin()
         except PeerError:
-            if self.arena.failed_call() < self._begun:
+            if self.arena.failed_call() <= begun:
                 return False
             raise
-        self._begun -= 1
+        self._begun = begun
         return True
 
     def exchange_digest(self, digest: bytes) -> list[bytes]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nki_parallel_attn import ReplicaGroup, attention_kv_parallel_segmented_cte
+from nki_parallel_attn.backends import torch as torch_backend
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError, PeerError, RankMismatchError
 from nki_parallel_attn.kernels import attention_kv_parallel_segmented_cte_torch as kernel
 from nki_parallel_attn.ops import rank_agreement
@@ -212,9 +213,38 @@ def test_a_rank_that_runs_out_of_memory(rank, stage):
             assert isinstance(error, MemoryError if rank == 1 else PeerError) and "no memory for this" in str(error)
     finally:
         setattr(kernel, stage, works)
-    error = call(case, rank)
-    assert error is None or (stage == "merge" and isinstance(error, PeerError)), error
+    for _ in range(2):
+        assert call(case, rank) is None
+
+
+@pytest.mark.multirank(world_size=2)
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("check_ranks", ["always", "never"])
+@pytest.mark.parametrize("stage", ["read_local_kv", "local_partials", "merge"])
+def test_a_failure_and_a_slow_rank(rank, stage, check_ranks, slow):
+    """Rank 0 comes to the call that rank 1 has already failed in, or has long done its part: both stay in step."""
+    case = Case(ranks=2, rows=64, block_size=8)
     assert call(case, rank) is None
+
+    def late(*arguments: object) -> object:
+        time.sleep(0.3)
+        return connect(*arguments)
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no memory for this")
+
+    connect = torch_backend.exchange_for
+    changed = {"check_ranks": check_ranks}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == slow:
+            patch.setattr(torch_backend, "exchange_for", late)
+        if rank == 1:
+            patch.setattr(kernel, stage, fail)
+        error = call(case, rank, changed)
+    if not (stage == "merge" and rank == 0 and error is None):
+        assert isinstance(error, MemoryError if rank == 1 else PeerError) and "no memory for this" in str(error)
+    for _ in range(3):
+        assert call(case, rank, changed) is None
 
 
 @pytest.mark.multirank(world_size=RANKS)
