@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from nki_parallel_attn.ops.attention_block_tkg import attention_block_tkg
     from nki_parallel_attn.ops.attention_const_max import attention_const_max, softmax_max_from_qk_norm
     from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
+    from nki_parallel_attn.ops.output_projection_cte import output_projection_cte
     from nki_parallel_attn.plan import ShardingPlan
     from nki_parallel_attn.sim.replica_group import ReplicaGroup
     from nki_parallel_attn.topology.gen_mask_tkg import gen_mask_tkg
@@ -40,6 +41,7 @@ __all__ = [
     "attention_const_max",
     "attention_kv_parallel_segmented_cte",
     "gen_mask_tkg",
+    "output_projection_cte",
     "softmax_max_from_qk_norm",
 ]
 
@@ -49,6 +51,7 @@ _HOMES = {
     "ops.attention_block_tkg": ("attention_block_tkg",),
     "ops.attention_const_max": ("attention_const_max", "softmax_max_from_qk_norm"),
     "ops.attention_kv_parallel_segmented_cte": ("attention_kv_parallel_segmented_cte",),
+    "ops.output_projection_cte": ("output_projection_cte",),
     "plan": ("ShardingPlan",),
     "sim.replica_group": ("ReplicaGroup",),
     "topology.gen_mask_tkg": ("gen_mask_tkg",),

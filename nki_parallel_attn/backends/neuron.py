@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nki_parallel_attn.backends.nki_limits import refuse_what_nki_lacks
 from nki_parallel_attn.errors import UnsupportedFeatureError
+from nki_parallel_attn.kernels.output_projection_cte_arguments import ProjectionArguments, kernel_arguments
 from nki_parallel_attn.nki import require_nki
 from nki_parallel_attn.sim.replica_group import ReplicaGroup
 from nki_parallel_attn.topology.types import AttentionLayout
@@ -70,6 +71,15 @@ def attention_const_max(
     from nki_parallel_attn.kernels.attention_const_max import attention_const_max as const_max
 
     out: Tensor = const_max[lnc](q_hbm, k_hbm, v_hbm, softmax_max, softmax_scale, q_layout, k_layout)
+    return out
+
+
+def output_projection_cte(args: ProjectionArguments) -> Tensor:
+    """Checked arguments; the target is the device."""
+    require_nki()
+    from nki_parallel_attn.kernels.output_projection_cte import output_projection_cte as project
+
+    out: Tensor = project[args.lnc](*kernel_arguments(args))
     return out
 
 

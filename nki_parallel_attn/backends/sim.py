@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nki_parallel_attn.backends.nki_limits import refuse_what_nki_lacks
 from nki_parallel_attn.errors import UnsupportedFeatureError
+from nki_parallel_attn.kernels.output_projection_cte_arguments import ProjectionArguments, kernel_arguments
 from nki_parallel_attn.sim import simulate
 from nki_parallel_attn.sim.replica_group import ReplicaGroup
 from nki_parallel_attn.topology.types import AttentionLayout
@@ -73,6 +74,15 @@ def attention_const_max(
 
     arguments = (q_hbm, k_hbm, v_hbm, softmax_max, softmax_scale, q_layout, k_layout)
     out: Tensor = simulate(attention_const_max, world_size=1, lnc=lnc, target=target)([arguments])[0]
+    return out
+
+
+def output_projection_cte(args: ProjectionArguments) -> Tensor:
+    """Checked arguments. Without collectives: each rank runs it for itself."""
+    from nki_parallel_attn.kernels.output_projection_cte import output_projection_cte
+
+    run = simulate(output_projection_cte, world_size=1, lnc=args.lnc, target=args.target)
+    out: Tensor = run([kernel_arguments(args)])[0]
     return out
 
 

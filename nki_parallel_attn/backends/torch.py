@@ -19,6 +19,8 @@ from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import 
     attention_kv_parallel_segmented_cte as prefill,
 )
 from nki_parallel_attn.kernels.collectives_torch import exchange_for
+from nki_parallel_attn.kernels.output_projection_cte_arguments import ProjectionArguments
+from nki_parallel_attn.kernels.output_projection_cte_torch import output_projection_cte as project
 from nki_parallel_attn.kernels.paged_kv_torch import contiguous_slots, round_robin_slots
 from nki_parallel_attn.topology.platforms import platform_for
 from nki_parallel_attn.topology.types import AttentionLayout
@@ -81,6 +83,11 @@ def attention_const_max(
     )
     top = softmax_max[0, 0] if isinstance(softmax_max, Tensor) else softmax_max
     return const_max(q, k, v_hbm, top, softmax_scale)
+
+
+def output_projection_cte(args: ProjectionArguments) -> Tensor:
+    """Checked arguments; target and lnc only bear on which float8 is meant."""
+    return project(args)
 
 
 def attention_block_tkg(
