@@ -85,7 +85,7 @@ BAD = {
     "STATIC weight scale not repeated": ("static", {"weight_scales": repeated(1.0, 2.0)}, "weight_scales", "2.0 at 3"),
     "ROW weight scale of STATIC": ("row", {"weight_scales": repeated(1.0)}, "weight_scales", r"\[128, H=20\]"),
     "ROW weight scale width": ("row", {"weight_scales": repeated(1.0, rows=1)}, "weight_scales", r"\[1, H=20\]"),
-    "ROW weight scale rows": ("row", {"weight_scales": repeated(1.0, 2.0, 128, 20)}, "weight_scales", "rows that differ"),
+    "ROW scale rows": ("row", {"weight_scales": repeated(1.0, 2.0, 128, 20)}, "weight_scales", "rows that differ"),
     "ROW weight scale NaN": ("row", {"weight_scales": repeated(torch.nan, None, 1, 20)}, "weight_scales", "finite"),
     "MX attention dtype": ("mx", {"attention": torch.zeros(1, 2, 64, 5)}, "attention", "float32"),
     "MX contraction": ("mx", {"attention": bf16(1, 2, 63, 5)}, "attention", "multiple of 32"),
