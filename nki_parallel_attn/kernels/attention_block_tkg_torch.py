@@ -60,12 +60,13 @@ def attention_block_tkg(
             if kvdp is not None:
                 out = collectives.batch_for_heads(out, kvdp, mode)
         result = projection.project_out(out, args, sizes)
+        if args.update_cache:
+            collectives.wait_for_all(kvdp_exchange, cp_exchange)
     if not args.update_cache:
         new_k = k.permute(3, 0, 1, 2)
         return result, (new_k.squeeze(2) if sizes.kv_heads == 1 else new_k).contiguous(), v.contiguous()
     assert args.kv_cache_update_idx is not None
     index = args.kv_cache_update_idx.to(torch.int64)
-    collectives.wait_for_all(kvdp_exchange, cp_exchange)
     if sizes.block_len is None:
         cache.write_flat(args, index[:, 0], k, v)
     else:

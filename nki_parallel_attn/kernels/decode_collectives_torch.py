@@ -41,7 +41,7 @@ def open_groups(kvdp: Exchange | None, cp: Exchange | None) -> Iterator[tuple[Gr
 
 
 def wait_for_all(kvdp: Exchange | None, cp: Exchange | None) -> None:
-    """Return once every rank of the grid has come here; raise on all of them if one has failed.
+    """Return once every rank of the grid has come here, within both groups' rounds; raise on all if one has failed.
 
     After its own row's barrier a rank knows of the row, after its column's of all rows.
     """

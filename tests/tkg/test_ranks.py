@@ -125,3 +125,21 @@ def test_a_killed_rank_makes_the_others_fail(tmp_path, transport, survivors_fini
     for rank in (0, 2, 3):
         outcome, seconds, unchanged = json.loads((tmp_path / str(rank)).read_text())
         assert "died" in outcome and seconds < SOON and unchanged, (rank, outcome, seconds)
+
+
+@pytest.mark.multirank(world_size=4)
+def test_a_rank_that_fails_at_the_end_leaves_all_caches_alone(rank):
+    """Rank 1 fails in its own output projection, when the others have all they need from it."""
+    case = Case(kvdp=2, cp=2, batch=4, cache="block4", out="plain")
+    check(case, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(attention_block_tkg_torch.projection, "project_out", lambda *_: {}["missing"])
+        for _ in range(2):
+            arguments = case.arguments(rank)
+            before = [arguments[name].clone() for name in ("K_cache", "V_cache")]
+            with pytest.raises(KeyError if rank == 1 else PeerError, match="missing"):
+                attention_block_tkg(**arguments)
+            for name, cache in zip(("K_cache", "V_cache"), before, strict=True):
+                assert torch.equal(arguments[name].nan_to_num(9.0), cache.nan_to_num(9.0))
+    check(case, rank)
