@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import _head_chunks
 from nki_parallel_attn.kernels.paged_kv_torch import contiguous_slots, round_robin_slots
 from nki_parallel_attn.kernels.visible_tiles_torch import (
     MAX_FUSED_ROWS,
     MIN_FUSED_ROWS,
+    RowTile,
     VisibleSlots,
     tile_mask,
     visible_tiles,
@@ -90,3 +93,28 @@ def test_round_robin_without_window_takes_no_mask_and_few_large_calls():
 def test_small_blocks_are_joined_to_large_calls():
     tiles = visible_tiles(round_robin_slots(4096, 0, 0, 4, 16, 0), 8, 1)
     assert len(tiles) < 50  # 64 diagonals
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 1), (8, 2), (64, 8), (6, 6), (12, 4)])
+@pytest.mark.parametrize("rows", [1, 300, 1500, 5000])
+@pytest.mark.parametrize("threads", [1, 2, 5, 64])
+def test_calls_hold_each_head_once_and_causal_ones_keep_the_threads_busy(heads, kv_heads, rows, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for causal in (None, slice(0, rows)):
+            chunks = list(_head_chunks(RowTile(slice(0, rows), causal=causal), heads, kv_heads))
+            assert [head for chunk, _ in chunks for head in range(heads)[chunk]] == list(range(heads))
+            group = heads // kv_heads
+            for chunk, kv in chunks:
+                own = [head // group for head in range(heads)[chunk]]
+                assert sorted(set(own)) == list(range(kv_heads)[kv])
+                count = len(own)
+                assert len(set(own)) == 1 or count == len(set(own)) * group, (
+                    "a call of several KV heads holds all of each"
+                )
+                assert count * rows <= max(MAX_FUSED_ROWS, rows * (threads if causal else 1))
+                if causal and threads <= group and chunk.stop % group:
+                    assert count >= threads
+    finally:
+        torch.set_num_threads(before)
