@@ -354,6 +354,7 @@ class ShardingPlan:
         sliding_window: int = 0,
         kvdp_mode: KVDPCollectiveMode | None = None,
         cp_mode: CPCollectiveMode | None = None,
+        statistics: int = 2,
     ) -> plan_bytes.Traffic:
         """Bytes that one rank sends in one layer, per collective, against the least; formulas in plan_bytes.py.
 
@@ -364,6 +365,8 @@ class ShardingPlan:
             partial_dtype: of the partial outputs that are exchanged, by default `dtype`.
             q_pos, sliding_window: prefill only; they decide which partial outputs are empty.
             kvdp_mode, cp_mode: decoding only; by default `kvdp_collective_mode`, and ALL_TO_ALL.
+            statistics: decoding only; float32 numbers for each row that a CP group gathers: 2, maximum and sum, as the
+                reference page does; 1, the log-sum-exp, as the torch backend does.
 
         Raises:
             ArgumentError: a count below 1, or an argument of the other kind of plan.
@@ -371,6 +374,8 @@ class ShardingPlan:
         """
         if self.kvp > 1 and (kvdp_mode or cp_mode):
             raise ArgumentError("kvdp_mode, cp_mode", f"{kvdp_mode}, {cp_mode}", "None for a plan that prefills")
+        if statistics not in (1, 2) or (self.kvp > 1 and statistics != 2):
+            raise ArgumentError("statistics", statistics, "1 or 2 for a plan that decodes, else left out")
         if self.kvdp * self.cp > 1 and (q_pos or sliding_window):
             raise ArgumentError("q_pos, sliding_window", f"{q_pos}, {sliding_window}", "0 for a plan that decodes")
         if self.kvp > 1:
@@ -385,6 +390,7 @@ class ShardingPlan:
             partial_dtype or dtype,
             kvdp_mode=kvdp_mode or self.kvdp_collective_mode,
             cp_mode=cp_mode or CPCollectiveMode.ALL_TO_ALL,
+            statistics=statistics,
         )
 
     # Across processes

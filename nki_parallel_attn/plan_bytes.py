@@ -14,8 +14,10 @@ Traffic, for each rank and layer, with h = q_heads_per_rank, T = tokens of a seq
         ALL_GATHER_SLICE of Q, and of the output (D-1) * B*h*T*d * itemsize each
     decoding, CP (C = cp; h*D heads, B/D sequences)
         all-gather of Q                          (C-1) * B/D*h*D*T*d * itemsize
-        all-gather of maxima and sums            (C-1) * B/D*h*D*C*T * 2 * 4
+        all-gather of statistics                 (C-1) * B/D*h*D*C*T * s * 4
         ALL_TO_ALL or REDUCE_SCATTER of partials (C-1) * B/D*h*D*T*d * itemsize of the partials
+The reference page gathers s = 2 statistics of each row, its maximum and its sum. The torch backend's partials are
+normalised already, so that s = 1, the log-sum-exp, says as much.
 Sent to each peer once: a ring or a mesh without multicast sends as much. The least leaves out what no one needs: the
 parts that ALL_GATHER_SLICE slices off, and in prefill the Q rows that see nothing on the receiving rank, with their
 empty partials.
@@ -161,6 +163,7 @@ def decode_traffic(
     *,
     kvdp_mode: KVDPCollectiveMode,
     cp_mode: CPCollectiveMode,
+    statistics: int,
 ) -> Traffic:
     """What attention_block_tkg sends for `batch` sequences of `tokens` new tokens each."""
     _check_counts(tokens=tokens, batch=batch)
@@ -176,11 +179,12 @@ def decode_traffic(
         collectives += [Collective(f"{how} of {what}", "kvdp", sent, least) for what in ("Q", "output")]
     if plan.cp > 1:
         peers = plan.cp - 1
-        statistics = peers * rows * plan.cp * 2 * STATISTIC_BYTES
+        gathered = peers * rows * plan.cp * statistics * STATISTIC_BYTES
+        names = "maxima and sums" if statistics == 2 else "log-sum-exps"
         how = "all-to-all" if cp_mode is CPCollectiveMode.ALL_TO_ALL else "reduce-scatter"
         gather_q = Collective("all-gather of Q", "cp", peers * q, peers * q)
         exchange = [
-            Collective("all-gather of maxima and sums", "cp", statistics, statistics),
+            Collective(f"all-gather of {names}", "cp", gathered, gathered),
             Collective(f"{how} of partial outputs", "cp", peers * partial, peers * partial),
         ]
         # KVDP's exchange of Q comes first, that of the output last.

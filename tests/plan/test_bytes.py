@@ -111,6 +111,17 @@ def test_decoding_traffic_by_hand():
     ]
 
 
+def test_one_statistic_for_each_row():
+    plan = ShardingPlan(SHAPE, world_size=4, cp=4)
+    named = {c.name: c.bytes_sent for c in plan.traffic(3, 6, statistics=1).collectives}
+    assert named["all-gather of log-sum-exps"] == 3 * (6 * 2 * 3) * 4 * 4
+    two = plan.traffic(3, 6)
+    assert two.bytes_sent == sum(named.values()) + named["all-gather of log-sum-exps"]
+    for wrong in (0, 3):
+        with pytest.raises(ArgumentError, match="statistics"):
+            plan.traffic(3, 6, statistics=wrong)
+
+
 def test_a_plan_that_shares_no_kv_sends_nothing():
     traffic = ShardingPlan(SHAPE, world_size=8).traffic(1, 4)
     assert (traffic.collectives, traffic.bytes_sent) == ((), 0)
@@ -146,6 +157,7 @@ def test_arguments_of_the_other_kind_of_plan_are_refused():
     for call in (
         lambda: prefill.traffic(1, cp_mode=CPCollectiveMode.ALL_TO_ALL),
         lambda: prefill.traffic(1, kvdp_mode=KVDPCollectiveMode.ALL_TO_ALL),
+        lambda: prefill.traffic(1, statistics=1),
         lambda: decode.traffic(1, q_pos=3),
         lambda: decode.traffic(1, sliding_window=3),
     ):
