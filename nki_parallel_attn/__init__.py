@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nki_parallel_attn.ops.output_projection_cte import output_projection_cte
     from nki_parallel_attn.plan import ShardingPlan
     from nki_parallel_attn.sim.replica_group import ReplicaGroup
-    from nki_parallel_attn.topology.gen_mask_tkg import gen_mask_tkg
+    from nki_parallel_attn.topology.gen_mask_tkg import gen_mask_tkg, is_qk_swapped
     from nki_parallel_attn.topology.kv_layout import Contiguous, Interleaved, RoundRobin
     from nki_parallel_attn.topology.types import (
         AttentionLayout,
@@ -41,6 +41,7 @@ __all__ = [
     "attention_const_max",
     "attention_kv_parallel_segmented_cte",
     "gen_mask_tkg",
+    "is_qk_swapped",
     "output_projection_cte",
     "softmax_max_from_qk_norm",
 ]
@@ -54,7 +55,7 @@ _HOMES = {
     "ops.output_projection_cte": ("output_projection_cte",),
     "plan": ("ShardingPlan",),
     "sim.replica_group": ("ReplicaGroup",),
-    "topology.gen_mask_tkg": ("gen_mask_tkg",),
+    "topology.gen_mask_tkg": ("gen_mask_tkg", "is_qk_swapped"),
     "topology.kv_layout": ("Contiguous", "Interleaved", "RoundRobin"),
     "topology.types": (
         "AttentionLayout",

@@ -16,7 +16,14 @@ from torch import Tensor
 from nki_parallel_attn import plan_shards
 from nki_parallel_attn.errors import ArgumentError, PlanError
 from nki_parallel_attn.sim.replica_group import ReplicaGroup
-from nki_parallel_attn.topology import block_tables, masks, rank_tensors_cte, rank_tensors_tkg, slot_mapping
+from nki_parallel_attn.topology import (
+    block_tables,
+    masks,
+    projection_shards,
+    rank_tensors_cte,
+    rank_tensors_tkg,
+    slot_mapping,
+)
 from nki_parallel_attn.topology.decode_rank import DecodeRank
 from nki_parallel_attn.topology.kv_layout import BoundLayout
 
@@ -73,6 +80,25 @@ class RankView:
         # Also right where several groups hold the same head: group * kv_heads // groups.
         start = self.kv_group * self.plan.shape.kv_heads // self.plan.kv_groups
         return range(start, start + self.plan.kv_heads_per_rank)
+
+    def qkv_columns(self) -> Tensor:
+        """Columns of the model's W_qkv [H, d*(Q + 2*KV)], of its bias and of its scales per column that are the rank's.
+
+        `W_qkv[:, view.qkv_columns()]` is what attention_block_tkg asks for: the rank's Q heads, and its group's K and V
+        heads, int64 [d*(q_heads + 2*kv_heads)].
+        """
+        return projection_shards.qkv_columns(self.plan.shape, self.q_heads, self.kv_heads)
+
+    def out_rows(self, rows_per_entry: int = 1) -> slice:
+        """Rows of the model's output projection [Q*d, H] that are the rank's: `W_out[view.out_rows()]`.
+
+        Args:
+            rows_per_entry: 4 for a packed MX weight [Q*d/4, H, 4], 32 for its scales [Q*d/32, H].
+
+        Raises:
+            ArgumentError: the rank's heads end within an entry.
+        """
+        return projection_shards.out_rows(self.plan.shape, self.q_heads, rows_per_entry)
 
     def group_ranks(self, group: str = "kv") -> tuple[int, ...]:
         """World ranks of this rank's list in `plan.replica_group(group)`, in index order."""

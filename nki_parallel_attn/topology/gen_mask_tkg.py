@@ -1,4 +1,8 @@
-"""The full attention mask of a decoding step from the tensors that would otherwise describe it: gen_mask_tkg."""
+"""The full attention mask of a decoding step: gen_mask_tkg makes it, is_qk_swapped says which of two layouts it has.
+
+The reference kernel wants one layout or the other by a rule that is not public, so attention_block_tkg takes the layout
+as an argument of that name and never infers it. Whoever makes a mask knows it; whoever is handed one can ask here.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,26 @@ from torch import Tensor
 
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
 from nki_parallel_attn.topology.masks import swap_qk
+
+
+def is_qk_swapped(attention_mask: Tensor, *, S_ctx: int, B_attn: int, q_heads_attn: int, S_tkg: int) -> bool:
+    """Whether a full mask is Q-stationary: the `is_qk_swapped` that goes with it to attention_block_tkg.
+
+    Args:
+        attention_mask: [S_ctx, B_attn, q_heads_attn, S_tkg], or swapped [B_attn, q_heads_attn, S_tkg, S_ctx].
+        S_ctx: keys of the mask, the active tokens' S_tkg included.
+        B_attn, q_heads_attn, S_tkg: as in attention_block_tkg.
+
+    Raises:
+        ArgumentError: the mask has neither shape, or both are the same, as only happens when all four sizes are equal.
+    """
+    plain, swapped = (S_ctx, B_attn, q_heads_attn, S_tkg), (B_attn, q_heads_attn, S_tkg, S_ctx)
+    shape = tuple(attention_mask.shape)
+    if shape not in (plain, swapped):
+        raise ArgumentError("attention_mask", f"shape {list(shape)}", f"{list(plain)}, or swapped {list(swapped)}")
+    if plain == swapped:
+        raise ArgumentError("attention_mask", f"shape {list(shape)}", "a shape that differs between the two layouts")
+    return shape == swapped
 
 
 def gen_mask_tkg(

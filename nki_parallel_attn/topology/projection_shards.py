@@ -1,6 +1,7 @@
 """Which columns of a packed QKV projection and which rows of an output projection belong to a rank's heads.
 
-The same indices cut the weight, its bias and its scales per channel, so that no quantisation format is special.
+The same indices cut the weight, its bias and its scales per channel, so that no quantisation format is special: columns
+of an MX weight [H/4, I, 4] and of its scales [H/32, I] are columns of the weight they stand for.
 """
 
 from __future__ import annotations
@@ -32,17 +33,24 @@ def qkv_columns(shape: AttentionShape, q_heads: range, kv_heads: range) -> Tenso
     return (torch.tensor(heads)[:, None] * shape.head_dim + torch.arange(shape.head_dim)).reshape(-1)
 
 
-def out_rows(shape: AttentionShape, q_heads: range) -> slice:
+def out_rows(shape: AttentionShape, q_heads: range, rows_per_entry: int = 1) -> slice:
     """Rows of the model's output projection [Q*d, H] that a rank multiplies with its heads: `W_out[rows]`.
 
     The ranks' products add up to the model's; a bias goes in once, so one rank of the copy
     passes it and the others zeros.
 
+    Args:
+        rows_per_entry: rows that an entry of the tensor's first dim stands for: 4 for a packed MX weight
+            [Q*d/4, H, 4], 32 for its scales [Q*d/32, H].
+
     Raises:
-        ArgumentError: heads that the model does not have.
+        ArgumentError: heads that the model does not have; heads that end within an entry.
     """
     _check_heads("q_heads", q_heads, shape.q_heads)
-    return slice(q_heads.start * shape.head_dim, q_heads.stop * shape.head_dim)
+    start, stop = q_heads.start * shape.head_dim, q_heads.stop * shape.head_dim
+    if start % rows_per_entry or stop % rows_per_entry:
+        raise ArgumentError("rows_per_entry", rows_per_entry, f"a divisor of the heads' bounds {start} and {stop}")
+    return slice(start // rows_per_entry, stop // rows_per_entry)
 
 
 def _check_heads(argument: str, heads: range, count: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nki_parallel_attn import attention_block_tkg, gen_mask_tkg
+from nki_parallel_attn import attention_block_tkg, gen_mask_tkg, is_qk_swapped
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
 from tests.tkg.case import Case
 from tests.tkg.compare import check_rank
@@ -173,3 +173,14 @@ def test_gen_mask_tkg_refuses():
         gen_mask_tkg(pos, 8, 2, swa_start_pos_ids=pos.float())
     with pytest.raises(ArgumentError, match="active_mask"):
         gen_mask_tkg(pos, 8, 2, active_mask=torch.ones(2, 1, 3, 2))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_is_qk_swapped_says_how_a_mask_was_built(swapped):
+    sizes = {"S_ctx": 12, "B_attn": 3, "q_heads_attn": 2, "S_tkg": 2}
+    mask = gen_mask_tkg(torch.tensor([[3, 4]] * 3), 12, 2, is_qk_swapped=swapped)
+    assert is_qk_swapped(mask, **sizes) is swapped
+    with pytest.raises(ArgumentError, match=r"attention_mask.*\[12, 3, 4, 2\], or swapped \[3, 4, 2, 12\]"):
+        is_qk_swapped(mask, **{**sizes, "q_heads_attn": 4})
+    with pytest.raises(ArgumentError, match="differs between the two layouts"):
+        is_qk_swapped(torch.ones(2, 2, 2, 2), S_ctx=2, B_attn=2, q_heads_attn=2, S_tkg=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nki_parallel_attn import ShardingPlan
 from nki_parallel_attn.errors import ArgumentError
 from nki_parallel_attn.topology.projection_shards import out_rows, qkv_columns
 from nki_parallel_attn.topology.types import AttentionShape
@@ -32,6 +33,20 @@ def test_out_rows_add_up_to_the_whole_projection() -> None:
     torch.testing.assert_close(total, attention @ weight, rtol=0, atol=1e-13)
 
 
+def test_the_plan_cuts_every_form_of_the_projections() -> None:
+    """Ranks of two KV groups: plain and MX weights, through the rank's view."""
+    shape = AttentionShape(q_heads=8, kv_heads=2, head_dim=16)
+    plan = ShardingPlan(shape, world_size=4, kvdp=2)
+    packed, scales = torch.arange(8 * 16 // 4)[:, None], torch.arange(8 * 16 // 32)[:, None]
+    for rank in range(4):
+        view = plan.rank(rank)
+        assert torch.equal(view.qkv_columns(), qkv_columns(shape, view.q_heads, view.kv_heads))
+        rows = torch.arange(128)[view.out_rows()]
+        assert len(rows) == 32 and int(rows[0]) == view.q_heads.start * 16
+        assert torch.equal(packed[view.out_rows(4)][:, 0] * 4, rows[::4])
+        assert torch.equal(scales[view.out_rows(32)][:, 0] * 32, rows[::32])
+
+
 @pytest.mark.parametrize(
     ("call", "argument"),
     [
@@ -39,6 +54,7 @@ def test_out_rows_add_up_to_the_whole_projection() -> None:
         (lambda: qkv_columns(SHAPE, range(1), range(3, 4)), "kv_heads"),
         (lambda: qkv_columns(SHAPE, range(0), range(1)), "q_heads"),
         (lambda: out_rows(SHAPE, range(0, 6, 2)), "q_heads"),
+        (lambda: out_rows(SHAPE, range(1, 2), 4), "rows_per_entry"),
     ],
 )
 def test_heads_the_model_lacks_are_named(call, argument: str) -> None:  # type: ignore[no-untyped-def]
