@@ -10,18 +10,15 @@ rank_process.py joins the ranks and prints an error once. docs/launch.md explain
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nki_parallel_attn.errors import PlanError, RankMismatchError
+from launcher import default_block_size, show_progress, verify_tokens
+from nki_parallel_attn.errors import PlanError
 from nki_parallel_attn.integrations.kv_parallel_prefill import KVParallelPrefill
 from nki_parallel_attn.plan import ShardingPlan
 from nki_parallel_attn.topology.kv_layout import Contiguous, RoundRobin
@@ -43,7 +40,7 @@ def main(job: Job) -> int:
     load_seconds = time.perf_counter() - start
     plan = make_plan(model, options, job.world_size)
     plan.verify()
-    _verify_tokens(model.token_ids)
+    verify_tokens([model.token_ids])
     _introduce(console, job, model, plan)
 
     prefill = KVParallelPrefill(model.decoder, plan, job.rank, groups=plan.process_groups(), backend=options.backend)
@@ -86,14 +83,6 @@ def make_plan(model: PrefillModel, options: argparse.Namespace, world_size: int)
     )
 
 
-def default_block_size(length: int, ranks: int) -> int:
-    """The power of two that gives each rank two blocks or more, but at least 16 and at most 128 tokens."""
-    block_size = 16
-    while block_size < 128 and 2 * ranks * 2 * block_size <= length:
-        block_size *= 2
-    return block_size
-
-
 def split_calls(length: int, plan: ShardingPlan, apc: bool) -> list[Call]:
     """The whole text in one call; with `apc` in two, the first about half of it, in whole segments if there are."""
     if not apc or length < 2:
@@ -107,19 +96,12 @@ def run(prefill: KVParallelPrefill, model: PrefillModel, calls: list[Call], cons
     """Hidden states [S, hidden] of all calls."""
     layers = model.decoder.config.layers
     parts = []
-    with _progress(console) as progress:
+    with show_progress(console) as progress:
         bar = progress.add_task("KV-parallel prefill", total=layers * len(calls), unit="layers")
         for call in calls:
             tokens = model.token_ids[call.start : call.stop]
             parts.append(prefill.extend(tokens, apc_mode=call.apc_mode, after_layer=lambda: progress.advance(bar)))
     return torch.cat(parts)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=console.quiet) as progress:
-        yield progress
 
 
 def _report(
@@ -161,18 +143,5 @@ def _introduce(console: Console, job: Job, model: PrefillModel, plan: ShardingPl
     console.print(plan.table(dtype=torch.float32), markup=False, soft_wrap=True)
 
 
-def _verify_tokens(token_ids: torch.Tensor) -> None:
-    """Raise on every rank unless all read the same text; hosts may differ in their files.
-
-    Raises:
-        RankMismatchError: names the ranks that differ from rank 0.
-    """
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(token_ids.numpy().tobytes()).hexdigest())
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        raise RankMismatchError(f"ranks {different} read other tokens than rank 0: text or tokenizer files differ")
-
-
 if __name__ == "__main__":
-    run_as_rank(main)
+    run_as_rank(main, "kvp_prefill")

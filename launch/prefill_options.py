@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from launcher import Parser, check_report, positive
 from nki_parallel_attn.errors import ArgumentError
 from nki_parallel_attn.integrations.synthetic import SHAPES
 
 DEFAULT_SYNTHETIC_LENGTH = 2048
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise, so that one rank prints instead of all."""
-        raise ArgumentError("command line", message, "options as kvp_prefill.py --help lists them")
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """The parser; --help is an ordinary flag, for rank 0 to act on."""
-    parser = _Parser(
-        prog="torchrun --nproc-per-node N launch/kvp_prefill.py",
+    """The parser; --help is an ordinary flag."""
+    parser = Parser(
+        "kvp_prefill.py",
         description="Prefill a decoder with its KV cache dealt over the ranks and compare with the unsharded model. "
         "Without options: the trained model of the package glassllm reads a built-in passage.",
         epilog="Exit status: 0 when the logits agree within the stated tolerance, else 1.",
-        add_help=False,
     )
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
     model = parser.add_argument_group("model and text")
     source = model.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, metavar="DIR", help="Llama-family checkpoint in Hugging Face format")
@@ -38,22 +29,22 @@ def make_parser() -> argparse.ArgumentParser:
     text.add_argument("--prompt", help="text to read")
     text.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 file with the text to read")
     model.add_argument(
-        "--seq-len", type=_positive, metavar="N", help=f"tokens for --synthetic (default {DEFAULT_SYNTHETIC_LENGTH})"
+        "--seq-len", type=positive, metavar="N", help=f"tokens for --synthetic (default {DEFAULT_SYNTHETIC_LENGTH})"
     )
     model.add_argument(
         "--sliding-window",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="tokens each query sees, in every layer (default: model's)",
     )
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument("--layout", choices=("round-robin", "contiguous"), default="round-robin")
     sharding.add_argument(
-        "--block-size", type=_positive, metavar="N", help="tokens of a cache block (default: two per rank, 16 to 128)"
+        "--block-size", type=positive, metavar="N", help="tokens of a cache block (default: two per rank, 16 to 128)"
     )
     sharding.add_argument(
         "--seg-size",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="tokens of a segment (default: ranks x block size, less for a short text)",
     )
@@ -76,12 +67,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ArgumentError("--prompt", "a text", "none with --synthetic, which reads random tokens")
     if options.apc and options.layout == "contiguous":
         raise ArgumentError("--apc", "--layout contiguous", "--layout round-robin", "apc_mode needs kvp_group_size > 0")
-    if options.report and not (options.report.parent.is_dir() and os.access(options.report.parent, os.W_OK)):
-        raise ArgumentError("--report", options.report, "a file in a folder that exists and can be written")
+    check_report(options.report)
     return options
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)

@@ -35,9 +35,17 @@ class Job:
     under_torchrun: bool
     store: Store
 
+    def init_process_group(self, backend: str = "gloo") -> None:
+        """Make the default process group, of all ranks."""
+        dist.init_process_group(
+            backend, store=self.store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
+        )
 
-def run_as_rank(main: Callable[[Job], int]) -> NoReturn:
+
+def run_as_rank(main: Callable[[Job], int], program: str, *, process_group: bool = True) -> NoReturn:
     """Join the job, run `main`, and exit with its result, or with 1 after an error, on which all ranks end.
+
+    `program` is the name that an error is told under. Without `process_group`, `main` makes the default process group.
 
     Of several ranks that fail, one prints: the one whose error is its own rather than a consequence of a peer's. A peer
     that waits in a collective ends too: its exchange finds the rank gone, and torchrun ends what is left.
@@ -45,9 +53,11 @@ def run_as_rank(main: Callable[[Job], int]) -> NoReturn:
     job: Job | None = None
     try:
         job = _join()
+        if process_group:
+            job.init_process_group()
         code = main(job)
     except Exception as error:
-        _tell(error, job)
+        _tell(program, error, job)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,11 +70,10 @@ def _join() -> Job:
         store, rank, world_size = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
     else:
         store, rank, world_size = HashStore(), 0, 1
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     return Job(rank, world_size, "RANK" in os.environ, store)
 
 
-def _tell(error: Exception, job: Job | None) -> None:
+def _tell(program: str, error: Exception, job: Job | None) -> None:
     """Print the error unless another rank has printed, or is likely to have the cause of this one."""
     expected = isinstance(error, (NkiParallelAttnError, OSError)) and not isinstance(error, (PeerError, dist.DistError))
     patience = 0.0 if expected else 4.0 if isinstance(error, PeerError) else 2.0
@@ -72,7 +81,7 @@ def _tell(error: Exception, job: Job | None) -> None:
         return
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
     where = "" if job is None or job.world_size == 1 else f" (rank {job.rank})"
-    sys.stderr.write(f"kvp_prefill: error{where}: {text}\n")  # at once: other ranks write here too
+    sys.stderr.write(f"{program}: error{where}: {text}\n")  # at once: other ranks write here too
     sys.stderr.flush()
     if job is not None:
         with contextlib.suppress(RuntimeError):

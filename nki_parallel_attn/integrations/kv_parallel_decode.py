@@ -4,14 +4,17 @@ In every layer one call of attention_block_tkg does RMSNorm, the projections of 
 heads, RoPE, attention over the shards, the cache update, and the rank's rows of the output projection. The shares of
 all ranks are then summed, as are those of the feed-forward, so that hidden states are equal, bit for bit, on all ranks.
 
+    caches, hidden = prefill_batch(decoder, prefill_plan, rank, prompts, groups=prefill_plan.process_groups())
+    caches, _ = hand_over(prefill_plan, plan, caches, lengths)
     decode = KVParallelDecode(decoder, plan, rank, caches, lengths, groups=plan.process_groups())
+    tokens = decode.greedy(hidden)                      # [B, hidden] to [B]
     while ...:
-        tokens = decode.greedy(decode.step(tokens))     # [B] to [B]
+        tokens = decode.greedy(decode.step(tokens))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -21,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nki_parallel_attn.backends import Backend
-from nki_parallel_attn.errors import ArgumentError
+from nki_parallel_attn.errors import ArgumentError, PlanError
 from nki_parallel_attn.integrations.decoder import Decoder, DecoderLayer, Projection, RMSNorm, add_bias, share_of
 from nki_parallel_attn.integrations.kv_caches import KVCaches
-from nki_parallel_attn.integrations.kv_parallel_prefill import Measurements, all_reduce
+from nki_parallel_attn.integrations.kv_parallel_prefill import KVParallelPrefill, Measurements, all_reduce
 from nki_parallel_attn.integrations.rope import RopeOrder
 from nki_parallel_attn.kernels.collectives_torch import exchange_for
 from nki_parallel_attn.ops.attention_block_tkg import attention_block_tkg
@@ -37,6 +40,55 @@ from nki_parallel_attn.topology.types import QuantizationType
 
 PARTITIONS = 128
 """The operation takes X in multiples of this width; narrower models are padded with zeros."""
+
+
+def prefill_batch(
+    decoder: Decoder,
+    plan: ShardingPlan,
+    rank: int,
+    prompts: Sequence[Tensor],
+    *,
+    groups: ProcessGroups | None = None,
+    backend: Backend = "auto",
+    kv_dtype: torch.dtype | None = None,
+    after_layer: Callable[[], object] | None = None,
+) -> tuple[KVCaches, Tensor]:
+    """Read several prompts, one after the other, into one pair of caches per layer.
+
+    Args:
+        decoder, plan, rank, groups, backend: as KVParallelPrefill takes them.
+        prompts: token ids [S] int64 of each sequence.
+        kv_dtype: of the caches, by default the weights'; or float8_e4m3fn.
+        after_layer: called when a layer of a prompt is done.
+
+    Returns:
+        The caches, each sequence's `plan.blocks_per_sequence()` blocks in order, and the hidden states [B, hidden] of
+        the prompts' last tokens.
+    """
+    weight, width = decoder.embed_tokens.weight, plan.blocks_per_sequence()
+    shape = plan.rank(rank).cache_shape(len(prompts) * width)
+    caches = KVCaches.zeros(shape, decoder.config.layers, kv_dtype or weight.dtype, weight.device)
+    last = []
+    for row, prompt in enumerate(prompts):
+        blocks = range(row * width, (row + 1) * width)
+        prefill = KVParallelPrefill(
+            decoder, plan, rank, groups=groups, backend=backend, physical_blocks=blocks, caches=caches
+        )
+        last.append(prefill.extend(prompt, after_layer=after_layer)[-1])
+    return caches, torch.stack(last)
+
+
+def hand_over(
+    source: ShardingPlan, plan: ShardingPlan, caches: KVCaches, lengths: Sequence[int]
+) -> tuple[KVCaches, int]:
+    """Caches of `plan` from those of `source`, and the bytes that this rank sent for them: the same where both plans
+    describe the same cache, else redistributed once."""
+    try:
+        plan.check_same_cache(source)
+    except PlanError:
+        moved, sent = plan.redistribute(source, [*caches.k, *caches.v], lengths)
+        return KVCaches(moved[: len(caches.k)], moved[len(caches.k) :]), sent
+    return caches, 0
 
 
 class KVParallelDecode:

@@ -39,4 +39,4 @@ elif on_rank_1:
     _Chunk.attention = fail_in_third_layer  # type: ignore[assignment, method-assign]
 
 if __name__ == "__main__":
-    run_as_rank(kvp_prefill.main)
+    run_as_rank(kvp_prefill.main, "kvp_prefill")
