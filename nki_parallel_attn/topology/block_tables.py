@@ -121,12 +121,7 @@ def block_table(blocks: Sequence[int], max_blocks: int, num_blocks: int) -> Tens
     Raises:
         ArgumentError: more blocks than `max_blocks`, or a block outside [-1, num_blocks).
     """
-    if len(blocks) > max_blocks:
-        raise ArgumentError("blocks", f"{len(blocks)} blocks", f"at most max_blocks={max_blocks}")
-    table = torch.full((1, max_blocks), ABSENT, dtype=torch.int64)
-    table[0, : len(blocks)] = torch.as_tensor(blocks, dtype=torch.int64)
-    check_block_table(table, num_blocks, argument="blocks")
-    return table.to(torch.int32)
+    return _table([blocks], max_blocks, num_blocks, "blocks")
 
 
 def active_blocks_table(
@@ -143,7 +138,7 @@ def active_blocks_table(
     """
     if not sequences:
         raise ArgumentError("sequences", "no sequence", "at least one")
-    table = torch.cat([block_table(blocks, max_blocks, num_blocks) for blocks in sequences])
+    table = _table(sequences, max_blocks, num_blocks, "sequences")
     return table if kv_heads == 1 else per_head_block_table(table, num_blocks, kv_heads)
 
 
@@ -178,6 +173,16 @@ def check_block_table(table: Tensor, num_blocks: int, kv_heads: int = 1, argumen
         index = tuple(wrong.nonzero()[0].tolist())
         what = "num_blocks" if kv_heads == 1 else "num_blocks*kv_heads"
         raise ArgumentError(f"{argument}{list(index)}", int(table[index]), f"-1 or a block in [0, {limit}) ({what})")
+
+
+def _table(sequences: Sequence[Sequence[int]], max_blocks: int, num_blocks: int, argument: str) -> Tensor:
+    table = torch.full((len(sequences), max_blocks), ABSENT, dtype=torch.int64)
+    for row, blocks in zip(table, sequences, strict=True):
+        if len(blocks) > max_blocks:
+            raise ArgumentError(argument, f"{len(blocks)} blocks", f"at most max_blocks={max_blocks}")
+        row[: len(blocks)] = torch.as_tensor(blocks, dtype=torch.int64)
+    check_block_table(table, num_blocks, argument=argument)
+    return table.to(torch.int32)
 
 
 def _check_block(argument: str, block: int, num_blocks: int) -> None:

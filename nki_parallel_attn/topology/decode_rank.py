@@ -88,6 +88,8 @@ def check_positions(positions: Tensor) -> Tensor:
     if positions.ndim != 2 or not positions.numel():
         raise ArgumentError("positions", tuple(positions.shape), "[B, S_tkg], not empty")
     positions = positions.to(torch.int64)
+    if positions.shape[1] == 1 and int(positions.min()) >= PADDING:
+        return positions  # the plain step, at every token: nothing else can be wrong
     first, later = positions[:, :1], positions[:, 1:]
     after_padding = (later != PADDING) & (positions[:, :-1] == PADDING)
     for wrong, expected in (
