@@ -1,10 +1,10 @@
 """attention_kv_parallel_segmented_cte in NKI: gather Q, attend to the local KV, exchange partials, merge; one kernel.
 
-The rows are cut into exchanges of about seg_size rows, last rows first, since they see most. Of each exchange
+The rows are cut into exchanges of up to seg_size rows. Of each exchange
 
-    1. own Q is transposed and all-gathered                         HBM staging, one exchange ahead
+    1. own Q is transposed and all-gathered                         gathered_queries.py, exchanges ahead
     2. all heads attend to this rank's KV                           online_softmax.py, paged_kv.py, visible_slots.py
-    3. partial outputs and log-sum-exps are exchanged all-to-all    HBM staging
+    3. partial outputs and log-sum-exps are exchanged all-to-all    exchanged_partials.py
     4. own heads are merged and stored                              merge_partials.py, while the next ones run
 
 so that collectives run while the engines compute. LNC: cores take every other tile of rows through all four steps; they
@@ -15,21 +15,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from nki_parallel_attn.kernels.merge_partials import Pieces, leave_empty, merge, merge_weights, normalise
-from nki_parallel_attn.kernels.online_softmax import Partial, Pipeline, Unit
+from nki_parallel_attn.kernels.element_wise import Pieces
+from nki_parallel_attn.kernels.exchanged_partials import ExchangedPartials
+from nki_parallel_attn.kernels.gathered_queries import GatheredQueries
+from nki_parallel_attn.kernels.merge_partials import leave_empty
+from nki_parallel_attn.kernels.online_softmax import Pipeline, Unit
 from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS, PagedKV
 from nki_parallel_attn.kernels.tile_transposes import Transposer
 from nki_parallel_attn.kernels.visible_slots import SlotLayout, SlotMasks, largest_divisor
-from nki_parallel_attn.nki import ncc, nisa, nki, nl
+from nki_parallel_attn.nki import nisa, nki, nl
 
 # Bytes per partition of one exchange's gathered queries and of its accumulators.
-QUERY_BYTES = 16 * 1024
-ACCUMULATOR_BYTES = 36 * 1024
+QUERY_BYTES = 8 * 1024
+ACCUMULATOR_BYTES = 18 * 1024
 LEAST_SCALE = 1e-6
-# Pieces of element-wise work between two units.
-PIECES_PER_UNIT = 2
-# Units between the all-to-all of an exchange and its merge: collective and reads take as long.
-UNITS_BEFORE_MERGE = 48
+# GpSimd's cycles for pieces of element-wise work: per column of scores that the other engines take, less what it does
+# for them itself.
+CYCLES_PER_COLUMN = 1.4
+CYCLES_PER_MAXIMUM = 164
+# Columns of scores between two batches of K or V that are prepared ahead.
+COLUMNS_PER_BATCH = 2048
+CYCLES_PER_STEP = 1000
+# Columns of scores between two steps of an exchange, so that no engine waits for another's part of the first.
+COLUMNS_PER_STEP = 1024
+# Columns of scores between an all-to-all and its merge: collective and reads take as long.
+COLUMNS_BEFORE_MERGE = 16384
 
 
 @nki.jit  # type: ignore[untyped-decorator]
@@ -74,6 +84,10 @@ def attention_kv_parallel_segmented_cte(
         limit = min(limit, -(-last // (ranks * block_size)))
     layout = SlotLayout(ranks, block_size, limit, -1 if apc_mode else global_q_offset, known, sliding_window)
     call = Call(q, tp_out, replica_groups, group_size, seg_size, scale, layout)
+    # All reads are issued in the order in which they are needed: they share the DMA engines.
+    for queries in call.queries[:2]:
+        queries.read()
+        queries.gather()
     offset = local_offset(kvp_q_offset, kvp_rank_id if kvp_group_size > 0 else None, block_size)
     offset_fp32 = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=offset_fp32, src=offset)
@@ -83,42 +97,27 @@ def attention_kv_parallel_segmented_cte(
     call.kv = PagedKV(
         layout, k_cache, v_cache, block_tables, offset, q.shape[1], q.dtype, call.transposer, fp8_packed, k_scale
     )
+    call.kv.read(call.kv.segment(0, 0), 1)
+    call.queries[0].load()
     masks = SlotMasks(layout, call.rows, offset_fp32[: call.rows, :])
     call.pipeline = Pipeline(call.rows, layout.tile, call.dim, q.dtype, call.score_scale, call.transposer, masks)
-    exchanges = [Exchange(call, start, stop) for start, stop in exchange_bounds(call.tiles, call.exchange_tiles)]
-    # In the order in which they are needed: all of these reads share the DMA engines.
-    exchanges[0].load_own()
-    exchanges[0].gather()
-    exchanges[0].load_queries()
-    call.kv.segment(0, 0)
-    for exchange in exchanges[1:3]:
-        exchange.load_own()
-    for i in range(len(exchanges)):
-        if i + 3 < len(exchanges):
-            exchanges[i + 3].load_own()
-        # What the next exchange needs comes first: at the start nothing of it has been sent.
-        ahead = exchanges[i + 1 : i + 3] if i == 0 else exchanges[i + 2 : i + 3]
-        exchanges[i].attend(ahead, exchanges[i + 1] if i + 1 < len(exchanges) else None)
-    call.complete_pending()
-    while call.unmerged:
-        call.unmerged.pop(0).merge()
-    call.pieces.drain()
+    call.attend()
     return call.out
 
 
 def exchange_bounds(tiles: int, size: int) -> list[tuple[int, int]]:
-    """First and last tile (exclusive) of each exchange, last rows first.
+    """First and last tile (exclusive) of each exchange.
 
     The first and the last ones of many are small: nothing runs while the first is gathered and the last merged.
     """
     quarter, half = -(-size // 4), -(-size // 2)
-    low, high = ([quarter, half], [quarter]) if tiles >= 4 * size else ([], [])
+    low, high = ([half], [half, quarter]) if tiles >= 4 * size else ([], [])
     middle = tiles - sum(low) - sum(high)
     full = [min(size, middle - start) for start in range(0, middle, size)]
     edges = [0]
     for length in low + full + high:
         edges.append(edges[-1] + length)
-    return [(edges[i], edges[i + 1]) for i in range(len(edges) - 2, -1, -1)]
+    return [(edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
 
 
 def local_offset(kvp_q_offset: Any, kvp_rank_id: Any, block_size: int) -> Any:
@@ -142,8 +141,9 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         rows: of a tile of queries; tiles: of the call; exchange_tiles: of one exchange.
         heads: of the group; own_heads: of this rank.
         factor: multiplied into Q, exactly; score_scale: into the scores, in (0, 1].
-        staging: memory of what collectives exchange.
-        pending: the exchange whose units may still be in the pipeline; unmerged: those whose partials are on their way.
+        queries: by exchange; number: of the exchange that is being attended.
+        unsent: exchanges that have not sent their partials.
+        due: what the exchanges do next, and when: columns of scores that the pipeline has taken by then.
     """
 
     def __init__(
@@ -167,7 +167,6 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         self.tiles = length // self.rows
         self.core = nl.program_id(0)
         self.cores = nl.num_programs(0)
-        self.staging = nl.private_hbm if self.cores == 1 else nl.shared_hbm
         self.transposer = Transposer(q.dtype)
         fit = min(
             QUERY_BYTES // (self.heads * self.rows * self.transposer.itemsize),
@@ -184,306 +183,210 @@ class Call(nl.NKIObject):  # type: ignore[misc]
                 self.factor, self.score_scale = self.factor * 2, self.score_scale / 2
         shape = (self.own_heads, self.dim, length) if tp_out else (self.own_heads, length, self.dim)
         self.out = nl.ndarray(shape, dtype=q.dtype, buffer=nl.shared_hbm)
+        self.elements_of_float32 = 4 // self.transposer.itemsize
         self.v_scale = None  # type: Any
         self.kv = None  # type: Any
         self.pipeline = None  # type: Any
         self.urgent = Pieces()
         self.pieces = Pieces()
-        self.pending = None  # type: Any
-        self.unmerged = []  # type: list[Any]
-
-    def complete_pending(self) -> None:
-        """Exchange what is pending, draining the pipeline if it must be."""
-        if self.pending is not None and not self.pending.normalised:
-            self.pipeline.flush()
-            self.urgent.drain()
-        self.exchange_pending()
-
-    def exchange_pending(self) -> None:
-        """Exchange what is pending once all its units are done. The cores do so at the same place among collectives."""
-        if self.pending is not None and self.pending.normalised:
-            pending, self.pending = self.pending, None
-            pending.exchange()
-
-    def between_units(self) -> None:
-        """Some of the work that is not attention: what an exchange waits for before what follows one."""
-        left = PIECES_PER_UNIT - self.urgent.issue(PIECES_PER_UNIT)
-        self.pieces.issue(left)
-        if self.unmerged and self.pipeline.units >= self.unmerged[0].merge_at:
-            self.unmerged.pop(0).merge()
-
-
-class Exchange(nl.NKIObject):  # type: ignore[misc]
-    """The tiles of queries that are gathered, attended and exchanged together.
-
-    In staging buffers a core's tiles are adjacent: tile number t of the exchange is t // cores of core t % cores.
-
-    Attributes:
-        mine: this core's tiles, as tile numbers of the call; place: where they begin in staging buffers.
-    """
-
-    def __init__(self, call: Call, start: int, stop: int) -> None:
-        self.call = call
-        self.tiles = stop - start
-        self.mine = list(range(start + call.core, start + self.tiles, call.cores))
-        self.place = 0 if call.core == 0 else -(-self.tiles // call.cores)
-        self.q = None  # type: Any
-        self.partial = None  # type: Any
-        self.outs = None  # type: Any
-        self.lses = None  # type: Any
-        self.unfinished = len(self.mine)
-        self.normalised = not self.mine
-        self.own = None  # type: Any
-        self.turned = None  # type: Any
-        self.gathered = None  # type: Any
-        self.steps = 0
-        self.sent = False
-        self.parts = None  # type: Any
-        self.parts_in = []  # type: list[Any]
-        self.lses_in = None  # type: Any
-        self.merged = []  # type: list[Any]
-        self.merge_at = 0
-        self.received = None  # type: Any
-        self.received_lses = None  # type: Any
+        self.spare = 0.0
+        self.prepare_at = 0
+        bounds = exchange_bounds(self.tiles, self.exchange_tiles)
+        self.queries: list[Any] = [GatheredQueries(self, start, stop) for start, stop in bounds]
+        self.number = 0
+        self.unsent = []  # type: list[Any]
+        self.due = []  # type: list[Any]
 
     def staged(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return nl.ndarray(shape, dtype=dtype, buffer=self.call.staging)
-
-    def places(self) -> Any:
-        """This core's tiles in staging buffers."""
-        return nl.ds(self.place, len(self.mine))
-
-    # 1. All-gather of Q, [heads, D, tiles, rows].
-
-    def load_own(self) -> None:
-        """Read this core's tiles of own Q, [rows, own heads, tiles, D]."""
-        call = self.call
-        count = len(self.mine)
-        if not count:
-            return
-        self.own = nl.ndarray((call.rows, call.own_heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
-        tiled = call.q.reshape_dim(1, (call.tiles, call.rows))
-        for head in range(call.own_heads):
-            nisa.dma_copy(dst=self.own[:, head, :, :], src=tiled[head, self.my_tiles(), :, :].permute((1, 0, 2)))
-
-    def my_tiles(self) -> Any:
-        """This core's tiles in the call's tensors."""
-        return slice(self.mine[0], self.mine[-1] + 1, self.call.cores)
-
-    def gather(self) -> None:
-        """Transpose and send, at once."""
-        while not self.sent:
-            self.gather_step()
-
-    def gather_step(self) -> None:
-        """Transpose one batch of tiles; after the last one, send."""
-        call = self.call
-        count = len(self.mine)
-        batch = call.transposer.batch(call.rows)
-        if self.turned is None and count:
-            shape = (call.dim, call.own_heads, count, call.rows)
-            self.turned = nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf)
-        steps = call.own_heads * -(-count // batch)
-        if self.steps < steps:
-            head, start = self.steps % call.own_heads, self.steps // call.own_heads * batch
-            stop = min(start + batch, count)
-            target = self.turned[:, head, start:stop, :].flatten_dims(1, 2)
-            call.transposer.transpose([self.own[:, head, t, :] for t in range(start, stop)], target)
-            self.steps += 1
-        if self.steps == steps:
-            self.send()
-
-    def send(self) -> None:
-        """All-gather the transposed queries."""
-        call = self.call
-        self.sent = True
-        own = self.staged((call.own_heads, call.dim, self.tiles, call.rows), call.q.dtype)
-        if self.mine:
-            if call.factor != 1.0:
-                nisa.tensor_scalar(dst=self.turned, data=self.turned, op0=nl.multiply, operand0=call.factor)
-            nisa.dma_copy(dst=own[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.turned)
-        self.gathered = own
-        if call.group_size > 1:
-            self.gathered = self.staged((call.heads, call.dim, self.tiles, call.rows), call.q.dtype)
-            self.synchronise(own)
-            ncc.all_gather([own], [self.gathered], call.replica_groups, 0)
+        """A buffer for collectives."""
+        return nl.ndarray(shape, dtype=dtype, buffer=nl.private_hbm if self.cores == 1 else nl.shared_hbm)
 
     def synchronise(self, shared: Any) -> None:
         """Both cores have written their parts."""
-        if self.call.cores == 2:
-            nisa.core_barrier(data=shared, cores=(0, 1))
+        if self.cores == 2:
+            nisa.core_barrier(data=shared, cores=(0, 1), engine=nisa.engine.sync)
 
-    # 2. Attention of all heads.
+    def move_queries(self) -> None:
+        """Those of later exchanges: read three ahead, gathered two ahead, loaded one ahead."""
+        following = self.queries[self.number + 1 : self.number + 4]
+        if self.number == 0:
+            for queries in following[1:2]:
+                queries.read()
+        for queries in following[:1]:
+            queries.load()
+        for queries in following[1:2]:
+            queries.gather()
+        for queries in following[2:]:
+            queries.read()
 
-    def attend(self, ahead: list[Any], following: Any) -> None:
-        """Push every unit of this core's tiles; meanwhile gather the Q of the exchanges `ahead`.
+    def attend(self) -> None:
+        """All exchanges."""
+        for number in range(len(self.queries)):
+            self.number = number
+            self.move_queries()
+            exchange = Exchange(self, number)
+            self.unsent.append(exchange)
+            exchange.push_all()
+            self.queries[number] = None
+            while self.unsent[0].number < number - 1:
+                self.complete_one()
+        while self.unsent:
+            self.complete_one()
+        while self.due or self.pieces.waiting:
+            self.run_due(None)
+            self.pieces.drain()
 
-        `following` comes next: its queries are loaded as soon as they are gathered.
-        """
-        call = self.call
-        self.outs = self.staged((call.heads, call.rows, self.tiles, call.dim), call.q.dtype)
-        self.lses = self.staged((call.group_size, call.rows, self.tiles, call.own_heads), nl.float32)
-        self.ahead = list(ahead)
-        self.following = following
-        if self.mine:
-            self.push_all()
-        while self.ahead:
-            self.gather_ahead()
-        self.load_following()
-        # What was pending has had the time of this exchange's units at least.
-        call.complete_pending()
-        call.pending = self
+    def later(self, columns: int, exchange: Any, step: str) -> None:
+        """Have `exchange` do `step` when the pipeline has taken so many more columns of scores."""
+        self.due.append([self.pipeline.columns + columns, exchange, step])
 
-    def gather_ahead(self) -> None:
-        """One step of the gathers that are due."""
-        self.load_following()
-        if self.ahead:
-            self.ahead[0].gather_step()
-            if self.ahead[0].sent:
-                self.ahead.pop(0)
+    def run_due(self, now: Any) -> None:
+        """Do what is due; with None one step of each exchange."""
+        waiting, self.due = self.due, []
+        for item in waiting:
+            if now is None or item[0] <= now:
+                self.spare -= CYCLES_PER_STEP
+                item[1].run(item[2])
+            else:
+                self.due.append(item)
 
-    def load_following(self) -> None:
-        """Once."""
-        if self.following is not None and self.following.sent:
-            self.following.load_queries()
-            self.following = None
+    def between_units(self, unit: Unit) -> None:
+        """Some of the work that is not attention."""
+        self.spare += unit.tiles * self.layout.tile * CYCLES_PER_COLUMN - (CYCLES_PER_MAXIMUM if unit.closes else 0)
+        self.spare -= self.urgent.issue(self.spare)
+        self.spare -= self.pieces.issue(self.spare)
+        if not self.pieces.waiting:
+            self.spare = min(self.spare, 0.0)
+        now = self.pipeline.columns
+        if now >= self.prepare_at:
+            self.prepare_at = now + COLUMNS_PER_BATCH
+            self.kv.prepare_ahead()
+        self.run_due(now)
+        if self.unsent[0].normalised and self.may_send():
+            self.unsent.pop(0).send()
 
-    def load_queries(self) -> None:
-        """Read the gathered queries of this core's tiles, [D, heads, tiles, rows]."""
-        call = self.call
-        if self.mine:
-            shape = (call.dim, call.heads, len(self.mine), call.rows)
-            self.q = nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=self.q, src=self.gathered[:, :, self.places(), :].permute((1, 0, 2, 3)))
+    def may_send(self) -> bool:
+        """Both cores do so at the same place among collectives: an exchange has its turn between two gathers."""
+        oldest: int = self.unsent[0].number
+        gathers_to_come = self.number + 3 < len(self.queries)
+        return oldest <= self.number - (2 if gathers_to_come else 1)
+
+    def complete_one(self) -> None:
+        """Send the oldest exchange, draining the pipeline if it must be."""
+        exchange = self.unsent.pop(0)
+        if exchange.unfinished:
+            self.pipeline.flush()
+        while not exchange.normalised:
+            self.run_due(None)
+            self.urgent.drain()
+        exchange.send()
+
+
+class Exchange(nl.NKIObject):  # type: ignore[misc]
+    """The attention of the queries that are gathered and exchanged together.
+
+    Attributes:
+        unfinished: how many of this core's tiles are.
+        normalised: ready to be sent.
+    """
+
+    def __init__(self, call: Call, number: int) -> None:
+        self.call = call
+        self.number = number
+        self.q = call.queries[number].q
+        self.mine = call.queries[number].mine
+        self.partials = ExchangedPartials(call, call.queries[number])
+        self.unfinished = len(self.mine)
+        self.normalised = not self.mine
 
     def push_all(self) -> None:
         """Push this core's units: by KV head, segment, tile, head. The last unit of a tile completes it."""
         call, kv, layout = self.call, self.call.kv, self.call.layout
-        count = len(self.mine)
-        q = self.q
-        self.partial = Partial(call.rows, count, call.heads, call.dim)
-        self.parts = nl.ndarray((call.rows, call.heads, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
-        # In the order of the exchange: a tile's heads of one rank, then its next tile.
-        shape = (call.rows, call.group_size, count, call.own_heads)
-        self.log_sums = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
+        partial = self.partials.partial
         per_kv_head = call.heads // kv.kv_heads
         items = []  # type: list[Any]
+        lasts = [-1] * len(self.mine)
         for kv_head in range(kv.kv_heads):
             for number in range(kv.segments):
-                for t in range(count):
-                    for head in range(kv_head * per_kv_head, (kv_head + 1) * per_kv_head):
-                        items.append([kv_head, number, t, head])
-        seen = []  # type: list[Any]
-        lasts = [-1] * len(self.mine)
-        for item in items:
-            row = self.mine[item[2]] * call.rows
-            first = item[1] * kv.segment_tiles
-            tiles = range(first, min(first + kv.segment_tiles, layout.tiles))
-            visible = [tile for tile in tiles if not layout.hidden(tile, row, call.rows)]
-            if visible:
-                lasts[item[2]] = len(seen)
-                seen.append([item, visible])
+                first = number * kv.segment_tiles
+                tiles = range(first, min(first + kv.segment_tiles, layout.tiles))
+                for t in range(len(self.mine)):
+                    row = self.mine[t] * call.rows
+                    visible = [tile for tile in tiles if not layout.hidden(tile, row, call.rows)]
+                    if visible:
+                        for head in range(kv_head * per_kv_head, (kv_head + 1) * per_kv_head):
+                            lasts[t] = len(items)
+                            items.append([kv_head, number, t, head, visible])
         for t in range(len(self.mine)):
             if lasts[t] < 0:
-                leave_empty(self.partial, t)
+                leave_empty(partial, t)
                 self.finish(t)
         step = call.pipeline.unit_tiles
-        for i in range(len(seen)):
-            item, visible = seen[i]
-            kv_head, number, t, head = item
+        for i in range(len(items)):
+            kv_head, number, t, head, visible = items[i]
             row = self.mine[t] * call.rows
             segment = kv.segment(kv_head, number)
+            if i == 0 or items[i - 1][:2] != items[i][:2]:
+                self.announce_next(items[i:])
+            kv.prepare(segment, visible[-1] + 1 - segment.first)
             for start in range(0, len(visible), step):
                 part = visible[start : start + step]
                 bounds = call.pipeline.masks.bounds(row, part)
-                unit = Unit(
-                    q[:, head, t, :], self.partial, t, head, segment, part[0] - segment.first, len(part), bounds
-                )
+                first = part[0] - segment.first
+                q = self.q[:, head // call.own_heads, head % call.own_heads, t, :]
+                unit = Unit(q, partial, t, head, segment, first, len(part), bounds)
                 unit.opens = start == 0
                 unit.closes = start + step >= len(visible)
                 if unit.closes and i == lasts[t]:
                     unit.completes = self
                 call.pipeline.push(unit)
-                call.between_units()
-                self.gather_ahead()
-                if not self.ahead:
-                    call.exchange_pending()
+                call.between_units(unit)
+
+    def announce_next(self, items: list[Any]) -> None:
+        """Tell PagedKV which segment follows that of the first of the items left, and how much of it is seen."""
+        call, kv, layout = self.call, self.call.kv, self.call.layout
+        kv_head, number = items[0][0], items[0][1]
+        for item in items:
+            if item[0] != kv_head or item[1] != number:
+                first = item[1] * kv.segment_tiles
+                kv.announce(item[0], item[1], item[4][-1] + 1 - first)
+                return
+        # The next exchange begins with the first segment again.
+        if self.number + 1 < len(call.queries) and call.queries[self.number + 1].mine:
+            row = call.queries[self.number + 1].mine[-1] * call.rows
+            tiles = range(min(kv.segment_tiles, layout.tiles))
+            kv.announce(0, 0, sum(1 for tile in tiles if not layout.hidden(tile, row, call.rows)))
 
     def finish(self, t: int) -> None:
-        """A tile is complete; after the last one, normalise."""
-        call = self.call
+        """A tile is complete."""
         self.unfinished -= 1
         if not self.unfinished:
-            by_tile = self.log_sums.permute((0, 2, 1, 3))
-            normalise(self.partial, self.parts, by_tile, call.v_scale, call.urgent)
-            call.urgent.then(self, -1)
+            self.call.later(COLUMNS_PER_STEP, self, "sums")
 
-    def pieces_done(self, head: int) -> None:
-        """Head `head` is merged; -1: all are normalised."""
-        if head < 0:
-            self.normalised = True
+    def run(self, step: str) -> None:
+        """One step after the attention; the next one is due later."""
+        call, partials = self.call, self.partials
+        if step == "sums":
+            partials.take_sums()
+            call.later(COLUMNS_PER_STEP, self, "normalise")
+        elif step == "normalise":
+            partials.normalise()
+            call.urgent.then(self, 0)
+        elif step == "weights":
+            partials.take_weights()
+            call.later(COLUMNS_PER_STEP, self, "add up")
+        elif step == "add up":
+            partials.weights.add_up()
+            call.later(COLUMNS_PER_STEP, self, "merge")
         else:
-            self.store(head, self.merged[head])
+            partials.merge()
 
-    # 3. All-to-all of outputs, [heads, rows, tiles, D], and log-sum-exps, [group, rows, tiles, own heads].
+    def pieces_done(self, argument: int) -> None:
+        """All outputs are normalised."""
+        self.normalised = True
 
-    def exchange(self) -> None:
-        """Send each rank its heads, and have what arrives read."""
-        call = self.call
+    def send(self) -> None:
+        """Exchange the partial results."""
+        self.partials.send()
         if self.mine:
-            nisa.dma_copy(dst=self.outs[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.parts)
-            nisa.dma_copy(dst=self.lses[:, :, self.places(), :].permute((1, 0, 2, 3)), src=self.log_sums)
-        self.received, self.received_lses = self.outs, self.lses
-        if call.group_size > 1:
-            self.received = self.staged(self.outs.shape, call.q.dtype)
-            self.received_lses = self.staged(self.lses.shape, nl.float32)
-            self.synchronise(self.outs)
-            self.synchronise(self.lses)
-            ncc.all_to_all([self.outs], [self.received], call.replica_groups, 0)
-            ncc.all_to_all([self.lses], [self.received_lses], call.replica_groups, 0)
-        if self.mine:
-            self.merge_at = call.pipeline.units + UNITS_BEFORE_MERGE
-            self.load_received()
-            call.unmerged.append(self)
-
-    # 4. Merge.
-
-    def load_received(self) -> None:
-        """Read the ranks' partial results of own heads."""
-        call = self.call
-        count = len(self.mine)
-        shape = (call.rows, call.group_size, count, call.own_heads)
-        self.lses_in = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=self.lses_in, src=self.received_lses[:, :, self.places(), :].permute((1, 0, 2, 3)))
-        parts_of = self.received.reshape_dim(0, (call.group_size, call.own_heads))
-        for head in range(call.own_heads):
-            parts = nl.ndarray((call.rows, call.group_size, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=parts, src=parts_of[:, head, :, self.places(), :].permute((1, 0, 2, 3)))
-            self.parts_in.append(parts)
-
-    def merge(self) -> None:
-        """Merge own heads, one after the other, and store them."""
-        call = self.call
-        weights = merge_weights(self.lses_in.flatten_dims(2, 3)).reshape(self.lses_in.shape)
-        for head in range(call.own_heads):
-            shape = (call.rows, len(self.mine), call.dim)
-            self.merged.append(nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf))
-            merge(self.parts_in[head], weights[:, :, :, head], self.merged[head], call.pieces)
-            call.pieces.then(self, head)
-
-    def store(self, head: int, merged: Any) -> None:
-        """Write [rows, tiles, D] to the result."""
-        call = self.call
-        count = len(self.mine)
-        if not call.tp_out:
-            rows_of = call.out.reshape_dim(1, (call.tiles, call.rows))
-            nisa.dma_copy(dst=rows_of[head, self.my_tiles(), :, :].permute((1, 0, 2)), src=merged)
-            return
-        turned = nl.ndarray((call.dim, count, call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
-        batch = call.transposer.batch(call.rows)
-        for start in range(0, count, batch):
-            stop = min(start + batch, count)
-            target = turned[:, start:stop, :].flatten_dims(1, 2)
-            call.transposer.transpose([merged[:, t, :] for t in range(start, stop)], target)
-        columns_of = call.out.reshape_dim(2, (call.tiles, call.rows))
-        nisa.dma_copy(dst=columns_of[head, :, self.my_tiles(), :], src=turned)
+            self.call.later(COLUMNS_BEFORE_MERGE, self, "weights")

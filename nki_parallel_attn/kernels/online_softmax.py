@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nki_parallel_attn.kernels.element_wise import gpsimd
 from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS, Segment
 from nki_parallel_attn.kernels.tile_transposes import SCALAR_TIME, VECTOR_TIME, Transposer
 from nki_parallel_attn.kernels.visible_slots import SlotMasks
@@ -112,7 +113,9 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
             for _ in range(PRODUCT_BANKS)
         ]
         self.batch = transposer.batch(rows)
-        self.transposed = [nl.ndarray((slots, self.batch * rows), dtype=dtype, buffer=nl.sbuf) for _ in range(TRANSPOSED_BUFFERS)]
+        self.transposed = [
+            nl.ndarray((slots, self.batch * rows), dtype=dtype, buffer=nl.sbuf) for _ in range(TRANSPOSED_BUFFERS)
+        ]
         self.maxima = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
         self.rescales = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
         self.parts = [nl.ndarray((rows, self.width), dtype=nl.float32, buffer=nl.sbuf) for _ in range(2)]
@@ -279,8 +282,3 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         nisa.tensor_copy(dst=part, src=product, engine=engine)
         gpsimd(acc, acc, unit.rescale.broadcast(1, self.width), nl.multiply)
         gpsimd(acc, acc, part, nl.add)
-
-
-def gpsimd(dst: Any, data1: Any, data2: Any, op: Any) -> None:
-    """Element-wise on GpSimd, which has time to spare."""
-    nisa.tensor_tensor(dst=dst, data1=data1, data2=data2, op=op, engine=nisa.engine.gpsimd)

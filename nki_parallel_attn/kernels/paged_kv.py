@@ -34,9 +34,10 @@ class Segment(nl.NKIObject):  # type: ignore[misc]
         k: [D, slots], K transposed.
         v: [slots of a tile, tiles, D + 2]: V; ones, but zero for slots that hold nothing visible; marks of slots that
             hold a NaN or an infinity.
+        index: int32 [slots of a tile, tiles], rows of the cache.
         keys, values: as read, [slots of a tile, tiles, D]; None if they were read into k, v.
         k_finite, v_finite: float32 [slots of a tile, tiles], 1 where all of a slot's K (V) is finite.
-        ready: so many tiles have been prepared.
+        read, ready: so many tiles are on their way, and prepared; keys_done: and the K of the next ones.
     """
 
     def __init__(self, first: int, tiles: int, k: Any, v: Any, k_finite: Any, v_finite: Any) -> None:
@@ -48,7 +49,10 @@ class Segment(nl.NKIObject):  # type: ignore[misc]
         self.v_finite = v_finite
         self.keys = None  # type: Any
         self.values = None  # type: Any
+        self.index = None  # type: Any
+        self.read = 0
         self.ready = 0
+        self.keys_done = False
 
 
 class PagedKV(nl.NKIObject):  # type: ignore[misc]
@@ -91,6 +95,8 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         self.numbers = {}  # type: dict[str, Any]
         self.loaded = {}  # type: dict[str, Segment]
         self.order = []  # type: list[str]
+        self.next_segment = None  # type: Any
+        self.next_tiles = 0
 
     def segment(self, head: int, number: int) -> Segment:
         """Segment `number` of a KV head, loaded unless it is still there."""
@@ -103,7 +109,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         return self.loaded[key]
 
     def load(self, head: int, number: int) -> Segment:
-        """Start to read one segment from HBM."""
+        """Make ready to read one segment from HBM."""
         first = number * self.segment_tiles
         tiles = min(self.segment_tiles, self.layout.tiles - first)
         size, dim = self.layout.tile, self.head_dim
@@ -112,28 +118,30 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         k_finite = nl.ndarray((size, tiles), dtype=nl.float32, buffer=nl.sbuf)
         v_finite = nl.ndarray((size, tiles), dtype=nl.float32, buffer=nl.sbuf)
         segment = Segment(first, tiles, k, v, k_finite, v_finite)
-        # GpSimd makes the descriptors of all reads: it must not wait for one of them in between.
         stored_v = v[:, :, :dim]
         if self.v_cache.dtype != self.dtype:
             segment.values = stored_v = nl.ndarray((size, tiles, dim), dtype=self.v_cache.dtype, buffer=nl.sbuf)
-        nisa.memset(dst=v, value=0.0, engine=nisa.engine.gpsimd)
+        clear(v)
         if segment.values is not None:
-            nisa.memset(dst=stored_v, value=0.0, engine=nisa.engine.gpsimd)
+            clear(stored_v)
         if not self.packed:
             segment.keys = nl.ndarray((size, tiles, dim), dtype=self.k_cache.dtype, buffer=nl.sbuf)
-            nisa.memset(dst=segment.keys, value=0.0, engine=nisa.engine.gpsimd)
-        index = self.row_index(head, first, tiles, 1)
-        start = 0
-        while start < tiles:
-            stop = self.next_batch(segment, start)
-            if not self.packed:
-                self.read_rows(self.k_cache, index, segment.keys, start, stop)
-            self.read_rows(self.v_cache, index, stored_v, start, stop)
-            start = stop
+            clear(segment.keys)
+        segment.index = self.row_index(head, first, tiles, 1)
+        nisa.tensor_scalar(dst=v[:, :, dim], data=segment.index, op0=nl.greater_equal, operand0=0.0)
         if self.packed:
             self.read_packed_keys(k, k_finite, head, first, tiles)
-        nisa.tensor_scalar(dst=v[:, :, dim], data=index, op0=nl.greater_equal, operand0=0.0)
         return segment
+
+    def read(self, segment: Segment, tiles: int) -> None:
+        """Start to read the first `tiles` tiles of a segment at least, in the order in which they are needed."""
+        while segment.read < min(tiles, segment.tiles):
+            start = segment.read
+            stop = segment.read = self.next_batch(segment, start)
+            if not self.packed:
+                self.read_rows(self.k_cache, segment.index, segment.keys, start, stop)
+            values = segment.v[:, :, : self.head_dim] if segment.values is None else segment.values
+            self.read_rows(self.v_cache, segment.index, values, start, stop)
 
     def next_batch(self, segment: Segment, start: int) -> int:
         """End of the batch of tiles from `start` on. The first of all is short: everything waits for it."""
@@ -142,23 +150,44 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
             return 1
         return min(start // batch * batch + batch, segment.tiles)
 
+    def announce(self, head: int, number: int, tiles: int) -> None:
+        """The first `tiles` tiles of this segment are needed next: read it, and prepare them in prepare_ahead()."""
+        self.next_segment, self.next_tiles = self.segment(head, number), tiles
+        self.read(self.next_segment, tiles + self.transposer.batch(self.layout.tile))
+
+    def prepare_ahead(self) -> None:
+        """One batch of what is needed next."""
+        if self.next_segment is not None and self.next_segment.ready < self.next_tiles:
+            self.prepare_batch(self.next_segment)
+
     def prepare(self, segment: Segment, tiles: int) -> None:
-        """Prepare at least the first `tiles` tiles of a segment for the Tensor Engine."""
-        size, dim = self.layout.tile, self.head_dim
+        """Prepare the first `tiles` tiles of a segment for the Tensor Engine, where that has not been done ahead."""
+        self.read(segment, tiles)
         while segment.ready < tiles:
-            start = segment.ready
-            stop = segment.ready = self.next_batch(segment, start)
-            if segment.keys is not None:
-                part = self.converted(segment.keys[:, start:stop, :])
-                zero_broken(part, segment.k_finite[:, start:stop])
-                self.transpose_keys(segment.k[:, start * size : stop * size], part)
-            part = segment.v[:, start:stop, :dim]
-            if segment.values is not None:
-                nisa.tensor_copy(dst=part, src=segment.values[:, start:stop, :])
-            finite = segment.v_finite[:, start:stop]
-            zero_broken(part, finite)
-            exact(finite, finite, segment.k_finite[:, start:stop], nl.multiply)
-            nisa.tensor_scalar(dst=segment.v[:, start:stop, dim + 1], data=finite, op0=nl.less, operand0=1.0)
+            self.prepare_batch(segment)
+
+    def prepare_batch(self, segment: Segment) -> None:
+        """Prepare the next tiles of a segment: K, and after it V."""
+        size, dim = self.layout.tile, self.head_dim
+        start = segment.ready
+        stop = self.next_batch(segment, start)
+        if segment.keys is not None and not segment.keys_done:
+            segment.keys_done = True
+            part = self.converted(segment.keys[:, start:stop, :])
+            zero_broken(part, segment.k_finite[:, start:stop])
+            self.transpose_keys(segment.k[:, start * size : stop * size], part)
+            return
+        segment.keys_done = False
+        segment.ready = stop
+        part = segment.v[:, start:stop, :dim]
+        if segment.values is not None:
+            nisa.tensor_copy(dst=part, src=segment.values[:, start:stop, :])
+        finite = segment.v_finite[:, start:stop]
+        zero_broken(part, finite)
+        exact(finite, finite, segment.k_finite[:, start:stop], nl.multiply)
+        nisa.tensor_scalar(dst=segment.v[:, start:stop, dim + 1], data=finite, op0=nl.less, operand0=1.0)
+        if segment.ready == segment.tiles:
+            segment.keys = segment.values = None
 
     def read_rows(self, cache: Any, index: Any, dst: Any, start: int, stop: int) -> None:
         """Rows of a cache into tiles start .. stop-1 of `dst`, which is left as it is where they are left out."""
@@ -295,10 +324,17 @@ def as_device_float8(cache: Any) -> Any:
 def zero_broken(values: Any, finite: Any) -> None:
     """Zero the rows of `values` [P, n, D] that hold a NaN or an infinity; `finite` [P, n] is 0 there, else 1."""
     rows, count, dim = values.shape
-    difference = nl.ndarray(values.shape, dtype=values.dtype, buffer=nl.sbuf)
-    # x - x is 0, or NaN.
-    nisa.tensor_tensor(dst=difference, data1=values, data2=values, op=nl.subtract)
-    nisa.tensor_reduce(dst=finite, op=nl.add, data=difference, axis=2)
+    zeros = nl.ndarray((rows, dim), dtype=values.dtype, buffer=nl.sbuf)
+    for i in range(count):
+        # x * 0 is 0, or NaN.
+        nisa.tensor_scalar_reduce(
+            dst=zeros,
+            data=values[:, i, :],
+            op0=nl.multiply,
+            operand0=0.0,
+            reduce_op=nl.add,
+            reduce_res=finite[:, i : i + 1],
+        )
     nisa.tensor_scalar(dst=finite, data=finite, op0=nl.equal, operand0=0.0)
     wide = values.dtype == nl.float32
     bits = nl.uint32 if wide else nl.uint16
@@ -306,7 +342,16 @@ def zero_broken(values: Any, finite: Any) -> None:
     # All ones or all zeros: what is too large saturates.
     nisa.tensor_scalar(dst=mask, data=finite, op0=nl.multiply, operand0=2.0**32 if wide else 65535.0)
     stored = values.view(bits)
-    nisa.tensor_tensor(dst=stored, data1=stored, data2=mask.expand_dim(2).broadcast(2, dim), op=nl.bitwise_and)
+    for i in range(count):
+        row = stored[:, i, :]
+        nisa.tensor_scalar(dst=row, data=row, op0=nl.bitwise_and, operand0=mask[:, i : i + 1])
+
+
+def clear(tile: Any) -> None:
+    """Zeros, written in elements of 4 bytes where that is possible."""
+    if tile.dtype.itemsize < 4 and tile.shape[-1] * tile.dtype.itemsize % 4 == 0:
+        tile = tile.view(nl.float32)
+    nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
 
 
 def gather_rows(dst: Any, rows: Any, index: Any) -> None:

@@ -1,4 +1,4 @@
-"""Transposes on the Tensor Engine, and who copies what it leaves in PSUM: Vector or Scalar, whichever has less to do."""
+"""Transposes on the Tensor Engine, copied out of PSUM by Vector or Scalar, whichever has less to do."""
 
 from __future__ import annotations
 
