@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nki_parallel_attn.integrations.decoder import DecoderConfig
-from nki_parallel_attn.integrations.kv_parallel_prefill import Measurements
+from nki_parallel_attn.integrations.kv_parallel_prefill import Measurements, intermediate_share
 from nki_parallel_attn.integrations.tolerance import logits_tolerance
 from nki_parallel_attn.plan import ShardingPlan
 from nki_parallel_attn.plan_table import human_bytes
@@ -128,7 +128,8 @@ def least_bytes(plan: ShardingPlan, config: DecoderConfig, calls: list[Call]) ->
                 ).collectives
                 least[GATHER_Q] += gather.least
                 least[EXCHANGE] += sum(collective.least for collective in exchange)
-            sums = 2 if config.intermediate else 1
+            summed = config.intermediate and intermediate_share(config.intermediate, 0, plan.tp) is not None
+            sums = 2 if summed else 1
             size = tokens * config.hidden * torch.float32.itemsize
             least[ALL_REDUCE] += sums * 2 * (plan.tp - 1) * size // plan.tp
     return dict(least)

@@ -1,9 +1,10 @@
 """Prefill of a decoder with its KV cache dealt over ranks: what one rank projects, stores, attends and sends.
 
 In every layer a rank projects K and V of the positions it owns alone, writes them to its paged cache by slot mapping,
-projects its own Q heads at all positions, calls attention_kv_parallel_segmented_cte, and multiplies its heads' output
-with its columns of the output projection. The ranks' shares are then summed. The feed-forward is split by intermediate
-channels and summed in the same way, so that hidden states are equal, bit for bit, on all ranks.
+projects its own Q heads at all positions, calls attention_kv_parallel_segmented_cte, and output_projection_cte with its
+heads' rows of the weight. The ranks' shares are then summed. The feed-forward is split by intermediate channels and
+summed in the same way if the ranks divide them; if not, every rank computes all of it. Hidden states are equal, bit for
+bit, on all ranks (with a feed-forward that is not split: on ranks whose processors round alike).
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from nki_parallel_attn.integrations.decoder import Decoder, DecoderLayer, SelfAt
 from nki_parallel_attn.integrations.kv_caches import KVCaches
 from nki_parallel_attn.kernels.collectives_torch import Exchange, exchange_for
 from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
+from nki_parallel_attn.ops.output_projection_cte import output_projection_cte
 from nki_parallel_attn.plan import ShardingPlan
 from nki_parallel_attn.plan_groups import ProcessGroups
 from nki_parallel_attn.topology.paged_cache import write_kv_cache
+from nki_parallel_attn.topology.types import OProjAttentionLayout
 
 
 @dataclass
@@ -55,7 +58,7 @@ class KVParallelPrefill:
         plan: kvp ranks share KV, tp ranks divide the heads; max_seq_len sets the size of the caches.
         rank: this rank of the plan.
         groups: this rank's `plan.process_groups()`; None for one rank without torch.distributed.
-        backend: of the attention operation.
+        backend: of the attention operation and the output projection.
         physical_blocks: which blocks of the cache hold the local blocks 0, 1, ...; by default in order.
         caches: caches to write to, which other sequences may share in other blocks; by default new ones.
 
@@ -152,20 +155,33 @@ class _Chunk:
         with prefill.measured.stage("attention", prefill.kv_exchange):
             attended = self._attend(layer, q)
         with prefill.measured.stage("project output"):
-            share = block.project_output(attended, prefill.view.q_heads)
-        return add_bias(self._sum(share), block.o_proj)
+            share = self._project_output(block, attended)
+        return self._sum(share)
 
     def feed_forward(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        """SwiGLU [S, hidden], its intermediate channels divided over the model copy."""
+        """SwiGLU [S, hidden], its intermediate channels divided over the model copy where that leaves no remainder."""
         assert layer.mlp is not None
         exchange, width = self.prefill.tp_exchange, self.prefill.decoder.config.intermediate
+        channels = intermediate_share(width, exchange.rank, exchange.size)
         with self.prefill.measured.stage("feed-forward"):
-            share = layer.mlp.project(hidden, share_of(width, exchange.rank, exchange.size))
-        return add_bias(self._sum(share), layer.mlp.down_proj)
+            share = layer.mlp.project(hidden, channels or slice(None))
+        return add_bias(share if channels is None else self._sum(share), layer.mlp.down_proj)
 
     def _project_own_kv(self, block: SelfAttention, hidden: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.rows
         return block.project_kv(hidden[rows], self.cos[rows], self.sin[rows], self.prefill.view.kv_heads)
+
+    def _project_output(self, block: SelfAttention, attended: Tensor) -> Tensor:
+        """This rank's share [S, hidden] of the output projection, the bias in that of one rank of the model copy."""
+        prefill = self.prefill
+        weight, bias = block.o_proj.weight, block.o_proj.bias if prefill.tp_exchange.rank == 0 else None
+        return output_projection_cte(
+            attended[None],
+            weight[:, prefill.view.out_rows()].T,
+            None if bias is None else bias[None],
+            attention_layout=OProjAttentionLayout.BNSd,
+            backend=prefill.backend,
+        )[0]
 
     def _attend(self, layer: DecoderLayer, q: Tensor) -> Tensor:
         """[q_heads_per_rank, S, D], S padded to whole segments for the call and cut again."""
@@ -189,6 +205,12 @@ class _Chunk:
         exchange = self.prefill.tp_exchange
         with self.prefill.measured.stage("all-reduce", exchange):
             return all_reduce(exchange, share)
+
+
+def intermediate_share(width: int, index: int, count: int) -> slice | None:
+    """Channels that rank `index` of `count` computes of a feed-forward; None where each computes all of them: a rank
+    alone, and a width that the ranks do not divide."""
+    return share_of(width, index, count) if count > 1 and width % count == 0 else None
 
 
 def all_reduce(exchange: Exchange, share: Tensor) -> Tensor:

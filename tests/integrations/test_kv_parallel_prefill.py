@@ -34,6 +34,7 @@ GQA = DecoderConfig(
 MIXED = dataclasses.replace(
     GQA, sliding_window=(0, 21), qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, kv_heads=4
 )
+DIVIDED = dataclasses.replace(MIXED, intermediate=100)
 DYNAMIC = dataclasses.replace(GQA, rope=Rope(16, scaling=DynamicScaling(4.0, 32)), tied_embeddings=True)
 
 
@@ -89,6 +90,7 @@ CASES: dict[str, tuple[DecoderConfig, int, int, list[tuple[int, bool]], dict[str
     "two model copies": (GQA, 4, 96, [(96, False)], {"tp": 2, "kvp": 2, "block_size": 8}),
     "tensor parallel alone": (MIXED, 2, 50, [(30, False), (20, False)], {"kvp": 1, "block_size": 8}),
     "eight ranks": (GQA, 8, 128, [(128, False)], {"kvp": 8, "block_size": 8}),
+    "feed-forward divided": (DIVIDED, 4, 40, [(40, False)], {"kvp": 4, "block_size": 8}),
     "dynamic rope": (DYNAMIC, 2, 100, [(60, False), (40, True)], {"kvp": 2, "block_size": 4}),
 }
 
@@ -115,6 +117,20 @@ def test_glassllm_on_four_ranks(kv_layout: KVLayout) -> None:
     results = run_ranks(prefill_on_this_rank, 4, args=(model.decoder, token_ids, [(128, False)], options))
     expected = model.original_logits(token_ids)
     assert (results[0] - expected).abs().max().item() <= logits_tolerance(model.decoder.config, expected)
+
+
+def test_a_feed_forward_that_ranks_do_not_divide_is_not_summed() -> None:
+    def sent_to_sum(decoder: Decoder) -> int:
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        plan = ShardingPlan(decoder.config.attention_shape(), world_size=ranks, kvp=ranks, block_size=8, max_seq_len=8)
+        prefill = KVParallelPrefill(decoder, plan, rank, groups=plan.process_groups())
+        prefill.extend(torch.arange(8))
+        return sum(count for (stage, _), count in prefill.measured.sent.items() if stage == "all-reduce")
+
+    once, twice = (run_ranks(sent_to_sum, 4, args=(random_decoder(config),)) for config in (MIXED, DIVIDED))
+    # Hidden states of 8 tokens in each of 2 layers: three quarters leave a rank twice.
+    assert once == [8 * 64 * 4 * 2 * 3 // 2] * 4
+    assert twice == [2 * sent for sent in once]
 
 
 def test_all_reduce_is_the_same_sum_everywhere() -> None:
