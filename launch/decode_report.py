@@ -15,6 +15,7 @@ from rich.table import Table
 
 from decode_model import DecodeModel, Greedy
 from nki_parallel_attn.integrations.decoder import DecoderConfig
+from nki_parallel_attn.integrations.kv_parallel_prefill import intermediate_share
 from nki_parallel_attn.plan import ShardingPlan
 from nki_parallel_attn.plan_table import human_bytes
 
@@ -148,7 +149,8 @@ class DecodeReport:
             total[name] += config.layers * collective.bytes_sent
         if plan.tp > 1:
             part = -(-batch * config.hidden // plan.tp) * torch.float32.itemsize
-            total[ALL_REDUCE] = config.layers * (2 if config.intermediate else 1) * 2 * (plan.tp - 1) * part
+            sums = 2 if intermediate_share(config.intermediate, 0, plan.tp) and config.intermediate else 1
+            total[ALL_REDUCE] = config.layers * sums * 2 * (plan.tp - 1) * part
             total[CANDIDATES] = (plan.tp - 1) * batch * 2 * torch.float64.itemsize
         return dict(total)
 

@@ -27,7 +27,12 @@ from nki_parallel_attn.backends import Backend
 from nki_parallel_attn.errors import ArgumentError, PlanError
 from nki_parallel_attn.integrations.decoder import Decoder, DecoderLayer, Projection, RMSNorm, add_bias, share_of
 from nki_parallel_attn.integrations.kv_caches import KVCaches
-from nki_parallel_attn.integrations.kv_parallel_prefill import KVParallelPrefill, Measurements, all_reduce
+from nki_parallel_attn.integrations.kv_parallel_prefill import (
+    KVParallelPrefill,
+    Measurements,
+    all_reduce,
+    intermediate_share,
+)
 from nki_parallel_attn.integrations.rope import RopeOrder
 from nki_parallel_attn.kernels.collectives_torch import exchange_for
 from nki_parallel_attn.ops.attention_block_tkg import attention_block_tkg
@@ -35,7 +40,6 @@ from nki_parallel_attn.plan import ShardingPlan
 from nki_parallel_attn.plan_groups import ProcessGroups
 from nki_parallel_attn.plan_rank import RankView
 from nki_parallel_attn.topology.block_tables import active_blocks_table
-from nki_parallel_attn.topology.projection_shards import out_rows, qkv_columns
 from nki_parallel_attn.topology.types import QuantizationType
 
 PARTITIONS = 128
@@ -217,14 +221,16 @@ class KVParallelDecode:
             return all_reduce(self.tp_exchange, share)
 
     def _feed_forward(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        """SwiGLU [B, hidden], its intermediate channels divided over the model copy."""
+        """SwiGLU [B, hidden], its intermediate channels divided over the model copy as in prefill."""
         assert layer.mlp is not None
         exchange = self.tp_exchange
+        channels = intermediate_share(self.decoder.config.intermediate, exchange.rank, exchange.size)
         with self.measured.stage("feed-forward"):
-            part = share_of(self.decoder.config.intermediate, exchange.rank, exchange.size)
-            share = layer.mlp.project(hidden, part)
-        with self.measured.stage("all-reduce", exchange):
-            return add_bias(all_reduce(exchange, share), layer.mlp.down_proj)
+            share = layer.mlp.project(hidden, channels or slice(None))
+        if channels is not None:
+            with self.measured.stage("all-reduce", exchange):
+                share = all_reduce(exchange, share)
+        return add_bias(share, layer.mlp.down_proj)
 
     @cached_property
     def _fixed_arguments(self) -> dict[str, Any]:
@@ -279,9 +285,9 @@ class _LayerWeights:
     """One layer's arguments of attention_block_tkg: this rank's slices of the weights."""
 
     def __init__(self, layer: DecoderLayer, view: RankView, adds_bias: bool) -> None:
-        block, shape = layer.self_attn, view.plan.shape
+        block = layer.self_attn
         projections = (block.q_proj, block.k_proj, block.v_proj)
-        columns = qkv_columns(shape, view.q_heads, view.kv_heads).to(block.q_proj.weight.device)
+        columns = view.qkv_columns().to(block.q_proj.weight.device)
         norm, spare = layer.input_layernorm, -block.q_proj.in_features % PARTITIONS
         output_bias = block.o_proj.bias if adds_bias else None
         self.arguments: dict[str, Any] = {
@@ -295,7 +301,7 @@ class _LayerWeights:
             "rmsnorm_QK_pre_rope_eps": norm.eps,
             "rmsnorm_QK_pre_rope_W_Q": _gamma(block.q_norm),
             "rmsnorm_QK_pre_rope_W_K": _gamma(block.k_norm),
-            "W_out": block.o_proj.weight[:, out_rows(shape, view.q_heads)].T.contiguous(),
+            "W_out": block.o_proj.weight[:, view.out_rows()].T.contiguous(),
             # Once in the sum of the ranks' shares.
             "bias_out": None if output_bias is None else output_bias[None],
         }
