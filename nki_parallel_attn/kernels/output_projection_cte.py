@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from nki_parallel_attn.kernels.projection_tokens import Activations, Chunk
-from nki_parallel_attn.kernels.projection_weights import Block, Weights, multiply
+from nki_parallel_attn.kernels.projection_weights import Block, Weights, multiply, part_of
 from nki_parallel_attn.kernels.quantized_tiles import float8_of
 from nki_parallel_attn.kernels.tiling import PARTITIONS, sequence_pieces, tiles_of
 from nki_parallel_attn.nki import nisa, nki, nl
@@ -29,7 +29,7 @@ ACCUMULATORS = 6  # of PSUM's 8 banks; transposes need the others
 ROWS_PER_CHUNK = 1024
 # Bytes per partition of SBUF: a block of weights, of which there are two if one does not do, and a chunk of tokens, of
 # which there are always two.
-BLOCK_BYTES = 64 * 1024
+BLOCK_BYTES = 72 * 1024
 CHUNK_BYTES = 24 * 1024
 
 Tensor = Any
@@ -105,7 +105,7 @@ def output_projection_cte(
                 next_chunk = activations.load(first, count)
             if last and i + 1 < len(blocks):
                 next_block = weights.load(blocks[i + 1][0], blocks[i + 1][1])
-            units = _units(chunk, block)
+            units = _units(chunk, block, STORED_COLUMNS if i + j else weights.loaded_columns)
             steps, done = next_chunk.steps_left(), 0
             for u in range(len(units)):
                 results.write(chunk, block, units[u])
@@ -128,10 +128,13 @@ def _blocks(start: int, columns: int, bytes_per_column: int) -> list[tuple[int, 
     return tiles_of(start, columns, -(-even // unit) * unit)
 
 
-def _units(chunk: Chunk, block: Block) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """What is stored at once: ((first row, rows), (first column, columns)), in the order in which weights load."""
+def _units(chunk: Chunk, block: Block, width: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """What is stored at once: ((first row, rows), (first column, columns)), `width` columns in the order of loading.
+
+    While the first weights arrive, they are as many as one load brings, so that none of the later ones is waited for.
+    """
     units = []
-    for columns in tiles_of(0, block.count, STORED_COLUMNS):
+    for columns in tiles_of(0, block.count, width):
         for rows in tiles_of(0, chunk.count, PARTITIONS):
             units.append((rows, columns))
     return units
@@ -162,8 +165,9 @@ class Results(nl.NKIObject):  # type: ignore[misc]
             column = first_column + at
             product = self.banks[self.turn % ACCUMULATORS]
             multiply(product, chunk, (first_row, rows), block, (column, count))
-            operands = block.part(rows, column, count)
-            _evacuate(self.turn, result[:, at : at + count], product[0:rows, 0:count], scale, operands)
+            factors = part_of(block.factors, rows, column, count)
+            bias = part_of(block.bias, rows, column, count)
+            _evacuate(self.turn, result[:, at : at + count], product[0:rows, 0:count], scale, factors, bias)
             self.turn += 1
         column = block.first + first_column
         for batch, position, tokens, at in sequence_pieces(chunk.first + first_row, rows, chunk.length):
@@ -175,32 +179,42 @@ class Results(nl.NKIObject):  # type: ignore[misc]
 
 
 def _evacuate(
-    turn: int, dst: Tensor, product: Tensor, scale: Tensor | None, operands: list[tuple[Any, Tensor]]
+    turn: int, dst: Tensor, product: Tensor, scale: Tensor | None, factors: Tensor | None, bias: Tensor | None
 ) -> None:
-    """dst = product * scale, then each (operator, tensor like dst) of `operands`, at most two.
+    """dst = product * (scale * factors) + bias, of which product may be alone; scale [rows, 1], the others like dst.
 
-    Scalar takes no tensor on the right. On its turn GpSimd goes on with what Scalar has copied, or Vector if GpSimd has
-    the second operator to do.
+    The scales are multiplied first, for a large one times a product may not fit float32. Scalar takes no second tensor:
+    on its turn GpSimd, which cannot read PSUM, goes on with what Scalar has copied.
     """
     by_vector = turn % 2 == 0
     engine = nisa.engine.vector if by_vector else nisa.engine.scalar
-    if not operands:
+    if factors is None and bias is None:
         _copy(dst, product, scale, engine)
         return
-    op, operand = operands[0]
-    first = dst if len(operands) == 1 else nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
-    if not by_vector:
-        scaled = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
-        _copy(scaled, product, scale, engine)
-        engine = nisa.engine.gpsimd if len(operands) == 1 else nisa.engine.vector
-        nisa.tensor_tensor(dst=first, data1=scaled, data2=operand, op=op, engine=engine)
+    if factors is not None:
+        scaled = dst if bias is None else nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+        if by_vector:
+            nisa.scalar_tensor_tensor(
+                dst=scaled, data=factors, op0=nl.multiply, operand0=scale, op1=nl.multiply, operand1=product
+            )
+        else:
+            copied = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+            scales = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+            _copy(copied, product, None, engine)
+            _copy(scales, factors, scale, engine)
+            # With a bias GpSimd has enough to do below.
+            engine = nisa.engine.gpsimd if bias is None else nisa.engine.vector
+            nisa.tensor_tensor(dst=scaled, data1=copied, data2=scales, op=nl.multiply, engine=engine)
+        if bias is not None:
+            nisa.tensor_tensor(dst=dst, data1=scaled, data2=bias, op=nl.add, engine=nisa.engine.gpsimd)
+    elif not by_vector:
+        copied = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
+        _copy(copied, product, scale, engine)
+        nisa.tensor_tensor(dst=dst, data1=copied, data2=bias, op=nl.add, engine=nisa.engine.gpsimd)
     elif scale is None:
-        nisa.tensor_tensor(dst=first, data1=product, data2=operand, op=op, engine=engine)
+        nisa.tensor_tensor(dst=dst, data1=product, data2=bias, op=nl.add, engine=engine)
     else:
-        nisa.scalar_tensor_tensor(dst=first, data=product, op0=nl.multiply, operand0=scale, op1=op, operand1=operand)
-    if len(operands) == 2:
-        op, operand = operands[1]
-        nisa.tensor_tensor(dst=dst, data1=first, data2=operand, op=op, engine=nisa.engine.gpsimd)
+        nisa.scalar_tensor_tensor(dst=dst, data=product, op0=nl.multiply, operand0=scale, op1=nl.add, operand1=bias)
 
 
 def _copy(dst: Tensor, src: Tensor, scale: Tensor | None, engine: Any) -> None:

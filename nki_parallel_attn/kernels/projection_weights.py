@@ -10,7 +10,10 @@ from nki_parallel_attn.kernels.tiling import PARTITIONS, tiles_of
 from nki_parallel_attn.nki import nisa, nl
 from nki_parallel_attn.topology.types import QuantizationType
 
-LOADED_COLUMNS = 2048  # of a weight tile per transfer: 4 KiB contiguous per partition of 16-bit elements
+# Of a weight tile per partition and transfer: in longer ones the first columns come later. At least 1024 columns, as many
+# as are stored at once while weights arrive.
+LOADED_BYTES = 2048
+LEAST_LOADED_COLUMNS = 1024
 SHUFFLED_COLUMNS = 2048
 
 Tensor = Any
@@ -23,7 +26,8 @@ class Block(nl.NKIObject):  # type: ignore[misc]
         tiles: [128, contraction tiles, columns], what matmuls take as moving.
         mx_scales: MX: [128, contraction tiles, columns] uint8.
         sizes: partitions of each contraction tile.
-        operands: (operator, [128, columns]): what is done to the products, in this order.
+        factors: ROW: [128, columns] float32, what columns are multiplied with.
+        bias: [128, columns], what is added after that, or None.
     """
 
     def __init__(self, first: int, count: int, sizes: list[int]) -> None:
@@ -32,14 +36,8 @@ class Block(nl.NKIObject):  # type: ignore[misc]
         self.sizes = sizes
         self.tiles: Tensor = None
         self.mx_scales: Tensor = None
-        self.operands: list[tuple[Any, Tensor]] = []
-
-    def part(self, rows: int, column: int, columns: int) -> list[tuple[Any, Tensor]]:
-        """(operator, [rows, columns]): `operands` for some of the columns."""
-        part = []
-        for op, operand in self.operands:
-            part.append((op, operand[0:rows, column : column + columns]))
-        return part
+        self.factors: Tensor = None
+        self.bias: Tensor = None
 
 
 class Weights(nl.NKIObject):  # type: ignore[misc]
@@ -48,6 +46,7 @@ class Weights(nl.NKIObject):  # type: ignore[misc]
     Attributes:
         scale: STATIC: [128, 1] float32, what products are multiplied with.
         bytes_per_column: of a block, per partition.
+        loaded_columns: columns of one transfer.
     """
 
     def __init__(
@@ -65,42 +64,49 @@ class Weights(nl.NKIObject):  # type: ignore[misc]
         self.weight_scales = weight_scales
         self.compact = compact
         self.scale: Tensor = None
-        self.rows: list[tuple[Any, Tensor]] = []  # (operator, [1, H]) for all columns
-        itemsize = 4 if activations.attention.dtype == nl.float32 else 2
+        self.bias = bias
+        itemsize, scale_size = 4 if activations.attention.dtype == nl.float32 else 2, 0
         if quantization == QuantizationType.MX:
             self.weight = packed(weight)
-            itemsize = 3 if self.weight.dtype == nl.float4_e2m1fn_x4 else 5
+            itemsize, scale_size = 2 if self.weight.dtype == nl.float4_e2m1fn_x4 else 4, 1
         elif quantization != QuantizationType.NONE:
             self.weight = weight.view(activations.dtype)
             itemsize = 1
         if quantization == QuantizationType.STATIC:
             self.scale = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(dst=self.scale, data1=loaded(input_scales), data2=loaded(weight_scales), op=nl.multiply)
-        elif quantization == QuantizationType.ROW:
-            self.rows.append((nl.multiply, weight_scales))
+        self.loaded_columns = max(LOADED_BYTES // itemsize, LEAST_LOADED_COLUMNS)
+        self.bytes_per_column = len(activations.tiles) * (itemsize + scale_size)
+        if quantization == QuantizationType.ROW:
+            self.bytes_per_column += 4
         if bias is not None:
-            self.rows.append((nl.add, bias))
-        self.bytes_per_column = len(activations.tiles) * itemsize
-        for _, row in self.rows:
-            self.bytes_per_column += 4 if row.dtype == nl.float32 else 2
+            self.bytes_per_column += 4 if bias.dtype == nl.float32 else 2
 
     def load(self, first: int, count: int) -> Block:
         """Start to load columns first .. first+count-1."""
         tiles = self.activations.tiles
         block = Block(first, count, [size for _, size in tiles])
         block.tiles = nl.ndarray((PARTITIONS, len(tiles), count), dtype=self.weight.dtype, buffer=nl.sbuf)
-        for column, columns in tiles_of(0, count, LOADED_COLUMNS):
+        # What every result needs first, then the columns in the order in which they are needed.
+        if self.activations.quantization == QuantizationType.MX:
+            block.mx_scales = load_scales(self.weight_scales, tiles, first, count, self.compact)
+        if self.activations.quantization == QuantizationType.ROW:
+            block.factors = on_all_partitions(self.weight_scales, first, count)
+        if self.bias is not None:
+            block.bias = on_all_partitions(self.bias, first, count)
+        for column, columns in tiles_of(0, count, self.loaded_columns):
             for k in range(len(tiles)):
                 start, size = tiles[k]
                 nisa.dma_copy(
                     dst=block.tiles[0:size, k, column : column + columns],
                     src=self.weight[start : start + size, first + column : first + column + columns],
                 )
-        if self.activations.quantization == QuantizationType.MX:
-            block.mx_scales = load_scales(self.weight_scales, tiles, first, count, self.compact)
-        for op, row in self.rows:
-            block.operands.append((op, on_all_partitions(row, first, count)))
         return block
+
+
+def part_of(operand: Tensor | None, rows: int, column: int, columns: int) -> Tensor | None:
+    """[rows, columns] of what a block has for every column, if it has it."""
+    return None if operand is None else operand[0:rows, column : column + columns]
 
 
 def multiply(dst: Tensor, chunk: Chunk, rows: tuple[int, int], block: Block, columns: tuple[int, int]) -> None:
