@@ -40,10 +40,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def check_report(path: Path | None) -> None:
-    """Raise ArgumentError unless a report can be written to `path`."""
-    if path and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise ArgumentError("--report", path, "a file in a folder that exists and can be written")
+def check_report(path: Path | None, option: str = "--report") -> None:
+    """Raise ArgumentError, naming the option, unless a report can be written to `path`."""
+    if path is None:
+        return
+    if path.is_dir() or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ArgumentError(option, path, "a file in a folder that exists and can be written")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ArgumentError(option, path, "a file that can be written")
 
 
 def default_block_size(length: int, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Helpers of tests/integrations can be imported here too."""
+"""Helpers of tests/integrations can be imported here too, and the modules of launch."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
