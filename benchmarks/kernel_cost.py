@@ -2,8 +2,9 @@
 
     python benchmarks/kernel_cost.py [--details] [--long] [--json PATH]
 
-One row per case. "least" columns are what the work takes an engine that never waits: Tensor does two matmuls per tile
-of scores, Scalar one exponential per score, DMA moves each operand and the result once. A kernel can be no faster than
+One row per case. "least" columns are what the work takes an engine that never waits: for attention Tensor does two
+matmuls per tile of scores and Scalar one exponential per score, for the projection Tensor does its product and Vector
+and Scalar share the copies out of PSUM; DMA moves each operand and the result once. A kernel can be no faster than
 the largest of them; "of the bound" is how near it comes. A model, not a measurement: docs/cost_model.md.
 """
 
@@ -19,10 +20,11 @@ from typing import Any
 import torch
 
 from nki_parallel_attn.kernels.attention_const_max import attention_const_max
+from nki_parallel_attn.kernels.output_projection_cte import output_projection_cte
 from nki_parallel_attn.sim import CostReport, profile
 from nki_parallel_attn.sim.cost_constants import costs_of
 from nki_parallel_attn.sim.targets import get_target
-from nki_parallel_attn.topology.types import AttentionLayout
+from nki_parallel_attn.topology.types import AttentionLayout, OProjAttentionLayout, QuantizationType
 
 HEAD_DIM = 128
 ENGINES = ("tensor", "scalar", "vector", "dma", "collective")
@@ -35,7 +37,7 @@ class Row:
 
     Attributes:
         least_ns: by engine of one core, the time that the work takes at full rate.
-        flops: useful ones of one core, two matmuls per visible tile.
+        flops: useful ones of one core.
     """
 
     kernel: str
@@ -120,7 +122,89 @@ def const_max_rows(long: bool) -> Iterator[Row]:
         yield const_max(1, 16384, 131072)
 
 
-KERNELS: dict[str, Callable[[bool], Iterator[Row]]] = {"const_max": const_max_rows}
+def projection(
+    batch: int,
+    heads: int,
+    depth: int,
+    length: int,
+    hidden: int,
+    target: str = "trn2",
+    lnc: int = 2,
+    kind: QuantizationType = QuantizationType.NONE,
+    bias: bool = False,
+    layout: OProjAttentionLayout | None = None,
+) -> Row:
+    """output_projection_cte of bfloat16 activations. Cores share the columns."""
+    by_row = kind is QuantizationType.ROW
+    layout = layout or (OProjAttentionLayout.BSNd if by_row else OProjAttentionLayout.BNdS)
+    dims = {
+        OProjAttentionLayout.BNdS: (heads, depth, length),
+        OProjAttentionLayout.BSNd: (length, heads, depth),
+        OProjAttentionLayout.BNSd: (heads, length, depth),
+    }[layout]
+
+    def shaped(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    contraction, float8 = heads * depth, torch.float8_e4m3fn
+    weight, scales = shaped(contraction, hidden, dtype=float8), shaped(1 if by_row else 128, 1, dtype=torch.float32)
+    if kind is QuantizationType.NONE:
+        weight = shaped(contraction, hidden)
+    elif kind is QuantizationType.MX:
+        weight = shaped(contraction // 4, hidden, 4, dtype=float8)
+        scales = shaped(contraction // 32, hidden, dtype=torch.uint8)
+    elif by_row:
+        scales = shaped(1, hidden, dtype=torch.float32)
+    report = profile(output_projection_cte, lnc=lnc, target=target)(
+        shaped(batch, *dims),
+        weight,
+        shaped(1, hidden) if bias else None,
+        kind,
+        scales if kind is QuantizationType.STATIC else None,
+        None if kind is QuantizationType.NONE else scales,
+        attention_layout=layout,
+    )
+    costs = costs_of(get_target(target))
+    rows, columns = batch * length, hidden // lnc
+    flops = 2 * rows * contraction * columns
+    # What one pass of the Tensor Engine contracts, in units of 128.
+    together = {QuantizationType.NONE: 1, QuantizationType.MX: 4}.get(kind, 2)
+    copies = rows / costs.array_size * columns / (costs.vector_ghz + costs.scalar_ghz)
+    moved = 2 * rows * contraction + weight.dtype.itemsize * contraction * columns + 2 * rows * columns
+    case = f"{rows} x {contraction} x {hidden}, lnc {lnc}, {layout.name}"
+    return Row(
+        "projection",
+        case + ("" if kind is QuantizationType.NONE else f", {kind.name}") + (", bias" if bias else ""),
+        report,
+        {
+            "tensor": flops / together / costs.peak_flops_per_ns,
+            "scalar": copies,
+            "vector": copies,
+            "dma": moved / min(costs.dma_peak, costs.hbm_share),
+            "collective": 0.0,
+        },
+        flops,
+    )
+
+
+def projection_rows(long: bool) -> Iterator[Row]:
+    quantized = QuantizationType
+    yield projection(1, 8, 128, 8192, 8192)
+    yield projection(1, 8, 128, 8192, 8192, bias=True)
+    yield projection(1, 8, 128, 8192, 8192, layout=OProjAttentionLayout.BNSd)
+    yield projection(1, 8, 128, 8192, 8192, "trn3")
+    yield projection(1, 16, 80, 2048, 4096)
+    yield projection(1, 17, 128, 8192, 16384, bias=True)
+    yield projection(1, 1, 128, 8192, 8192)
+    yield projection(1, 8, 128, 8192, 8192, kind=quantized.STATIC)
+    yield projection(1, 8, 128, 8192, 8192, kind=quantized.ROW)
+    yield projection(1, 8, 128, 8192, 8192, kind=quantized.ROW, bias=True)
+    yield projection(1, 8, 128, 8192, 8192, "trn3", kind=quantized.MX)
+    if long:
+        yield projection(1, 17, 128, 131072, 32768, bias=True)
+
+
+KERNELS: dict[str, Callable[[bool], Iterator[Row]]] = {"const_max": const_max_rows, "projection": projection_rows}
 
 
 def table(rows: list[Row]) -> str:

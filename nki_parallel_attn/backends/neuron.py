@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -78,8 +80,11 @@ def output_projection_cte(args: ProjectionArguments) -> Tensor:
     """Checked arguments; the target is the device."""
     require_nki()
     from nki_parallel_attn.kernels.output_projection_cte import output_projection_cte as project
+    from nki_parallel_attn.nki import nl
 
-    out: Tensor = project[args.lnc](*kernel_arguments(args))
+    # A dtype that is no tensor's has to be NKI's.
+    named = replace(args, output_dtype=getattr(nl, str(args.output_dtype).removeprefix("torch.")))
+    out: Tensor = project[args.lnc](*kernel_arguments(named))
     return out
 
 

@@ -10,8 +10,8 @@ from nki_parallel_attn.kernels.tiling import PARTITIONS, tiles_of
 from nki_parallel_attn.nki import nisa, nl
 from nki_parallel_attn.topology.types import QuantizationType
 
-# Of a weight tile per partition and transfer: in longer ones the first columns come later. At least 1024 columns, as many
-# as are stored at once while weights arrive.
+# Of a weight tile per partition and transfer: in longer ones the first columns come later. No fewer than 1024 columns,
+# for as many are stored at once while weights arrive.
 LOADED_BYTES = 2048
 LEAST_LOADED_COLUMNS = 1024
 SHUFFLED_COLUMNS = 2048
