@@ -24,6 +24,7 @@ GATHER = "CP: all-gather of Q and log-sum-exps"
 COMBINE = "CP: all-to-all of partial outputs"
 ALL_REDUCE = "all-reduce of output projections and feed-forwards"
 CANDIDATES = "candidates for the next token"
+BARRIER = "barriers before the cache updates"
 SENT = {
     ("kvdp", "all_to_all"): TRADE,
     ("kvdp", "all_gather"): TRADE,
@@ -32,6 +33,8 @@ SENT = {
     ("all-reduce", "all_to_all"): ALL_REDUCE,
     ("all-reduce", "all_gather"): ALL_REDUCE,
     ("next token", "all_gather"): CANDIDATES,
+    ("kvdp", "barrier"): BARRIER,
+    ("cp", "barrier"): BARRIER,
 }
 """Names for what `Measurements.sent` counts by stage or group, and collective."""
 
@@ -152,6 +155,9 @@ class DecodeReport:
             sums = 2 if intermediate_share(config.intermediate, 0, plan.tp) and config.intermediate else 1
             total[ALL_REDUCE] = config.layers * sums * 2 * (plan.tp - 1) * part
             total[CANDIDATES] = (plan.tp - 1) * batch * 2 * torch.float64.itemsize
+        if self.ranks[0].transport != "shm":
+            # A byte to each peer; ranks that share memory have semaphores.
+            total[BARRIER] = config.layers * (plan.kvdp - 1 + plan.cp - 1)
         return dict(total)
 
     def seconds(self) -> dict[str, float]:

@@ -10,25 +10,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jobs
 import pytest
+from jobs import ROOT, TIMEOUT
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = "launch/kvp_prefill.py"
-TIMEOUT = 180  # seconds, of which a job takes five
 
 
 def start(ranks: int, *arguments: str | Path, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
-    """Run under torchrun with `ranks` ranks, or as a plain script with 0; never longer than TIMEOUT."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *torchrun, script, *map(str, arguments)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT
-    )
+    return jobs.start(ranks, *arguments, script=script)
 
 
 def messages(run: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in run.stderr.splitlines() if "kvp_prefill: error" in line]
+    return jobs.messages(run, "kvp_prefill")
 
 
 def free_port() -> int:
