@@ -93,6 +93,7 @@ def selection(options: argparse.Namespace, world_size: int | None) -> Selection:
         ranks += [world_size] if world_size else []
     return Selection(
         options.backend,
+        options.target,
         tuple(ranks),
         tuple(options.kernel),
         tuple(options.layout),

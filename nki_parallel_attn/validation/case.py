@@ -113,8 +113,8 @@ class Case(abc.ABC):
         """The smallest world that it runs in; any multiple runs it several times side by side."""
         return self.ranks
 
-    def exists_on(self, backend: str) -> bool:
-        """Whether the operation takes such arguments on this backend at all."""
+    def exists_on(self, backend: str, target: str) -> bool:
+        """Whether the operation takes such arguments on this backend and target at all."""
         return True
 
     def may_be_unavailable(self, backend: str) -> bool:

@@ -36,7 +36,7 @@ SOFTMAX_MAX = 4.5
 class ConstMaxCase(Case):
     """Random normal Q, K and V: scaled scores have standard deviation 1."""
 
-    def exists_on(self, backend: str) -> bool:
+    def exists_on(self, backend: str, target: str) -> bool:
         return backend == "torch" or self.dtype == "bfloat16"
 
     def run(self, place: Place) -> Deviation:

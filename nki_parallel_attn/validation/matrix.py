@@ -11,6 +11,7 @@ from nki_parallel_attn.validation.case import Case
 from nki_parallel_attn.validation.const_max_cases import const_max_cases
 from nki_parallel_attn.validation.decode_cases import decode_cases
 from nki_parallel_attn.validation.prefill_cases import prefill_cases
+from nki_parallel_attn.validation.projection_cases import projection_cases
 
 DEFAULT_RANKS = (1, 2, 4, 8)
 
@@ -18,7 +19,7 @@ DEFAULT_RANKS = (1, 2, 4, 8)
 def matrix(ranks: Iterable[int]) -> list[Case]:
     """Every case with these numbers of ranks."""
     counts = tuple(sorted(set(ranks)))
-    return [*const_max_cases(), *prefill_cases(counts), *decode_cases(counts)]
+    return [*const_max_cases(), *prefill_cases(counts), *projection_cases(), *decode_cases(counts)]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Selection:
     """
 
     backend: str
+    target: str = "trn2"
     ranks: tuple[int, ...] = DEFAULT_RANKS
     kernels: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
@@ -50,7 +52,7 @@ class Selection:
         found = [
             case
             for case in matrix(self.ranks)
-            if case.exists_on(self.backend)
+            if case.exists_on(self.backend, self.target)
             and case.lnc in lnc
             and _among(case.kernel, self.kernels)
             and _among(case.layout, self.layouts)
