@@ -37,7 +37,7 @@ def collective_permute(
     check_single(call, srcs, dsts)
     check_tensors(call, srcs, dsts, hbm_only=True)
     check_shape(call, dsts[0], srcs[0].shape)
-    pairs = [(int(source), int(target)) for source, target in source_target_pairs]
+    pairs = [(source, target) for source, target in source_target_pairs]
     senders, receivers = [s for s, _ in pairs], [t for _, t in pairs]
     call.require(
         len(set(senders)) == len(pairs) and sorted(senders) == sorted(receivers),

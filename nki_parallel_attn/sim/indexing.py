@@ -13,6 +13,7 @@ from .core import fail
 from .dtypes import DType
 from .enums import MemoryRegion
 from .indirect import Indirection, RowOffsets, ScalarOffset
+from .integers import integer, is_integer
 from .registers import VirtualRegister
 
 if TYPE_CHECKING:
@@ -83,22 +84,22 @@ class Indexing:
                 else:
                     step = 1
             elif isinstance(item, DynamicSlice):
-                if (type(item.start) is not int and not hasattr(item.start, "__index__")) or _is_dynamic(item.start):
+                if type(item.start) is not int:
                     indirection = self._new_scalar(dim, item.start, size - item.size, indirection)
                     start, stop, step = 0, item.size, 1
                 else:
-                    start, step = int(item.start), 1
+                    start, step = item.start, 1
                     stop = start + item.size
                 if not 0 <= start < stop <= size:
                     fail("index-bounds", f"ds({item.start}, {item.size}) on dimension {dim} of {list(shape)}")
-            elif _is_dynamic(item):
+            elif is_dynamic(item):
                 indirection = self._new_scalar(dim, item, size - 1, indirection)
                 if on_chip and dim == 0:
                     fail("view", "the partition dimension cannot be selected at run time")
                 dropped.append(len(new_shape))
                 continue
-            elif hasattr(item, "__index__"):
-                position = item.__index__()
+            elif is_integer(item):
+                position = int(item)
                 if not -size <= position < size:
                     fail("index-bounds", f"index {position} on dimension {dim} of {list(shape)}")
                 if position < 0:
@@ -143,9 +144,9 @@ class Indexing:
         stop = size if item.stop is None else item.stop
         step = 1 if item.step is None else item.step
         if type(start) is not int or type(stop) is not int or type(step) is not int:
-            if any(_is_dynamic(value) for value in (start, stop, step)):
+            if any(is_dynamic(value) for value in (start, stop, step)):
                 fail("view", "a slice has compile-time bounds; use nl.ds(start, size) for a start known at run time")
-            start, stop, step = int(start), int(stop), int(step)
+            start, stop, step = (integer(v, f"slice bound of dimension {dim}") for v in (start, stop, step))
         if start < 0:
             start += size
         if stop < 0:
@@ -157,6 +158,7 @@ class Indexing:
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
         """Elements start to end (exclusive) of dimension `dim`, every `step`-th; 0 <= start < end <= size."""
         dim = self._dim(dim)
+        start, end, step = integer(start, "start"), integer(end, "end"), integer(step, "step")
         if step < 1 or not 0 <= start < end <= self.shape[dim]:
             fail("index-bounds", f"slice {start}:{end}:{step} on dimension {dim} of {list(self.shape)}")
         return self[(slice(None),) * dim + (slice(start, end, step),)]
@@ -165,7 +167,7 @@ class Indexing:
         """The view at `index` along `dim`, which disappears; a tensor or register `index` is resolved at run time."""
         dim = self._dim(dim)
         size = self.shape[dim]
-        if not _is_dynamic(index) and not 0 <= int(index) < size:
+        if not is_dynamic(index) and not 0 <= integer(index, "index") < size:
             fail("index-bounds", f"index {index} on dimension {dim} of {list(self.shape)}")
         return self[(slice(None),) * dim + (index,)]
 
@@ -184,6 +186,7 @@ class Indexing:
     # Helpers.
 
     def _dim(self, dim: int) -> int:
+        dim = integer(dim, "dim")
         if not -len(self.shape) <= dim < len(self.shape):
             fail("index-bounds", f"dimension {dim} of a tensor of {len(self.shape)} dimensions")
         return dim % len(self.shape)
@@ -201,14 +204,14 @@ class Indexing:
         return ScalarOffset(index, self.strides[dim], last, on_partition=self.on_chip and dim == 0)
 
 
-def _is_dynamic(value: Any) -> bool:
+def is_dynamic(value: Any) -> bool:
     return isinstance(value, (VirtualRegister, Indexing))
 
 
 def check_scalar_index(index: Any) -> None:
     if isinstance(index, VirtualRegister):
         return
-    if not _is_dynamic(index) or index.storage.region is not MemoryRegion.sbuf or math.prod(index.shape) != 1:
+    if not is_dynamic(index) or index.storage.region is not MemoryRegion.sbuf or math.prod(index.shape) != 1:
         fail("view", f"a runtime index is a register or a [1, 1] tensor in SBUF, got {_named(index)}")
     if not index.dtype.is_integer:
         fail("view", f"a runtime index is an integer tensor, got {index.dtype}")

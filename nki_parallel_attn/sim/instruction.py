@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, cast
@@ -26,6 +27,7 @@ from .core import Core, LoopScope, current_core, error_of, fail
 from .dtypes import FLOAT32, DType
 from .enums import MemoryRegion, engine, oob_mode
 from .indirect import ScalarOffset, index_of, resolve
+from .integers import nested_integers
 from .operand_checks import check_operand, check_together
 from .psum import note_other_write
 from .tensor import NkiTensor
@@ -221,6 +223,7 @@ class Instruction:
         self._reads = [(name, self.position[name]) for name in self.reads]
         self._writes = [(name, self.position[name]) for name in self.writes]
         self._enums = [(i, type(p.default)) for i, p in enumerate(parameters) if isinstance(p.default, Enum)]
+        self._integers = [(i, p.name) for i, p in enumerate(parameters) if _of_integers(p.annotation)]
         self._oob = self.position.get("oob_mode")
         self._name = self.position.get("name")
 
@@ -252,6 +255,10 @@ class Instruction:
                 call.fail(
                     "enum-argument", f"{self.parameters[i]} is {bound[i]!r}, expected a member of {kind.__name__}"
                 )
+        for i, parameter in self._integers:
+            value = bound[i]
+            if type(value) is not int and value is not None:
+                bound[i] = nested_integers(value, f"{self.name}: {parameter}")
         if core.checking and unit not in self.engines:
             allowed = ", ".join(choice.name for choice in self.engines)
             call.fail("engine-choice", f"engine is {unit.name}, expected {allowed}")
@@ -334,6 +341,12 @@ class Instruction:
         if resolved is None:
             call.skipped = True
         return resolved
+
+
+def _of_integers(annotation: str) -> bool:
+    """Whether a parameter is annotated as an integer, lists or tuples of them, or None."""
+    words = set(re.findall(r"\w+", annotation))
+    return "int" in words and words <= {"int", "Sequence", "list", "tuple", "None"}
 
 
 class _Missing:

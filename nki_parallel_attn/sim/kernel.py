@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .core import fail, running_core
+from .integers import is_integer
 
 
 class Kernel:
@@ -26,9 +27,9 @@ class Kernel:
 
     def __getitem__(self, cores: int | tuple[int, ...]) -> Kernel:
         grid = cores if isinstance(cores, tuple) else (cores,)
-        if len(grid) != 1 or not isinstance(grid[0], int) or grid[0] < 1:
+        if len(grid) != 1 or not is_integer(grid[0]) or grid[0] < 1:
             fail("lnc", f"the launch grid is {cores!r}, expected one positive number of cores")
-        launched = Kernel(self.function, grid)
+        launched = Kernel(self.function, (int(grid[0]),))
         launched.schedule = self.schedule
         return launched
 

@@ -21,6 +21,7 @@ from .core import fail
 from .dtypes import DType, Format
 from .enums import MemoryRegion
 from .errors import CapacityError
+from .integers import integers
 from .rules import RULES
 
 if TYPE_CHECKING:
@@ -311,7 +312,7 @@ def _place(core: Core, storage: Storage, address: tuple[int, int]) -> None:
     region, target = storage.region, core.target
     if region not in core.pools or not storage.free_elements:
         fail("address", f"only SBUF and PSUM tensors take an address, {storage.name} is in {region}")
-    partition, offset = address
+    partition, offset = integers(address, "address")
     size = storage.free_elements * storage.dtype.itemsize
     bank = target.psum_bank_bytes
     limit = target.psum_partition_bytes if region is MemoryRegion.psum else target.partition_bytes

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from . import location
 from .errors import ReplicaGroupError
+from .integers import is_integer
 
 
 class rg_partition_op(Enum):
@@ -36,17 +38,19 @@ class ReplicaGroup:
     groups: tuple[tuple[int, ...], ...]
 
     def __init__(self, groups: Iterable[Iterable[int]]) -> None:
-        lists = tuple(tuple(_as_rank(rank, groups) for rank in _as_list(group, groups)) for group in groups)
+        lists = tuple(
+            tuple(_as_rank(rank, groups) for rank in _as_list(group, groups)) for group in _as_list(groups, groups)
+        )
         if not lists or not all(lists):
-            raise ReplicaGroupError(f"a replica group needs at least one rank list and no empty one, got {groups!r}")
+            raise _error(f"a replica group needs at least one rank list and no empty one, got {groups!r}")
         sizes = sorted({len(group) for group in lists})
         if len(sizes) > 1:
-            raise ReplicaGroupError(f"rank lists must have equal sizes, got sizes {sizes}: {_short(lists)}")
+            raise _error(f"rank lists must have equal sizes, got sizes {sizes}: {_short(lists)}")
         seen: set[int] = set()
         for group in lists:
             for rank in group:
                 if rank in seen:
-                    raise ReplicaGroupError(f"rank {rank} appears twice in replica group {_short(lists)}")
+                    raise _error(f"rank {rank} appears twice in replica group {_short(lists)}")
                 seen.add(rank)
         object.__setattr__(self, "groups", lists)
 
@@ -57,10 +61,15 @@ class ReplicaGroup:
         Raises:
             ReplicaGroupError: world_size < 1, an operand that `op` cannot take, or lists of unequal size.
         """
+        for name, value in (("world_size", world_size), ("operand", operand)):
+            if not is_integer(value):
+                raise _error(f"{name} must be an integer, got {value!r}")
         if world_size < 1:
-            raise ReplicaGroupError(f"world_size must be at least 1, got {world_size}")
+            raise _error(f"world_size must be at least 1, got {world_size}")
+        if not isinstance(op, rg_partition_op):
+            raise _error(f"op must be a member of rg_partition_op, got {op!r}")
         if operand < 0 or (operand == 0 and op is not rg_partition_op.bitwise_and):
-            raise ReplicaGroupError(f"operand of {op} must be positive (0 only for bitwise_and), got {operand}")
+            raise _error(f"operand of {op} must be positive (0 only for bitwise_and), got {operand}")
         list_ids: dict[rg_partition_op, Callable[[int], int]] = {
             rg_partition_op.div: lambda rank: rank // operand,
             rg_partition_op.mod: lambda rank: rank % operand,
@@ -91,7 +100,7 @@ class ReplicaGroup:
         for group in self.groups:
             if rank in group:
                 return group
-        raise ReplicaGroupError(f"rank {rank} is in no list of replica group {_short(self.groups)}")
+        raise _error(f"rank {rank} is in no list of replica group {_short(self.groups)}")
 
     def index_of(self, rank: int) -> int:
         """Place of `rank` within its list.
@@ -109,24 +118,33 @@ class ReplicaGroup:
         """
         ranks = self.ranks
         if ranks[-1] >= world_size:
-            raise ReplicaGroupError(f"rank {ranks[-1]} is outside a world of {world_size} ranks: {_short(self.groups)}")
+            raise _error(f"rank {ranks[-1]} is outside a world of {world_size} ranks: {_short(self.groups)}")
         if len(ranks) < world_size:
             missing = sorted(set(range(world_size)) - set(ranks))
-            raise ReplicaGroupError(f"ranks {_short(missing)} of {world_size} are in no list: {_short(self.groups)}")
+            raise _error(f"ranks {_short(missing)} of {world_size} are in no list: {_short(self.groups)}")
         return self
 
 
-def _as_list(group: Any, groups: Any) -> Sequence[int]:
+def _error(message: str) -> ReplicaGroupError:
+    """Within a kernel with its line."""
+    from .core import running_core  # here, because it loads torch
+
+    if running_core() is None:
+        return ReplicaGroupError(message)
+    return ReplicaGroupError(f"{location.show(location.caller())}: {message}")
+
+
+def _as_list(group: Any, groups: Any) -> Sequence[Any]:
     try:
         return list(group)
     except TypeError:
-        raise ReplicaGroupError(f"a replica group is a list of rank lists, got {groups!r}") from None
+        raise _error(f"a replica group is a list of rank lists, got {groups!r}") from None
 
 
 def _as_rank(rank: Any, groups: Any) -> int:
-    if isinstance(rank, bool) or not hasattr(rank, "__index__") or rank.__index__() < 0:
-        raise ReplicaGroupError(f"ranks must be non-negative integers, got {rank!r} in {groups!r}")
-    return int(rank.__index__())
+    if not is_integer(rank) or rank < 0:
+        raise _error(f"ranks must be non-negative integers, got {rank!r} in {groups!r}")
+    return int(rank)
 
 
 def _short(value: Any) -> str:

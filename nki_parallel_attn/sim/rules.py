@@ -241,6 +241,7 @@ _TABLE = [
         "shared-allocation", "program instances allocate the same shared HBM tensors in the same order", GUIDE, "always"
     ),
     # Views.
+    Rule("integer", "indices, sizes, strides, dimensions, counts and ranks are integers", LANGUAGE, "always"),
     Rule("index-bounds", "an index lies inside its dimension", LANGUAGE, "always", OutOfBoundsError),
     Rule(
         "access-bounds",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import Arguments, check_result
 from .core import Checks, Core, Rank, fail, run_as
 from .enums import MemoryRegion
+from .integers import is_integer
 from .kernel import Kernel
 from .memory import Pool
 from .process_transport import process_transport
@@ -172,7 +173,10 @@ def simulate(
 
     Raises:
         NkiValidationError: more cores than the target's logical core joins.
+        TypeError: world_size is no positive integer.
     """
+    if world_size is not None and (not is_integer(world_size) or world_size < 1):
+        raise TypeError(f"world_size is {world_size!r}, expected None or a positive number of ranks")
     prepared = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
     if lnc is not None:
         prepared = prepared[lnc]

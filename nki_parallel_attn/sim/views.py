@@ -13,6 +13,7 @@ from .core import fail
 from .dtypes import DType, as_dtype
 from .indexing import Indexing, check_scalar_index, check_vector_index
 from .indirect import ColumnOffsets, Indirection, RowOffsets, ScalarOffset
+from .integers import integer, integers
 from .layout import dense_strides, extent, reshape_strides
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ViewOperations(Indexing):
 
     def permute(self, dims: Sequence[int]) -> NkiTensor:
         """Dimensions in the order `dims`; the partition dimension stays first."""
-        order = tuple(dims)
+        order = integers(dims, "dims")
         if sorted(order) != list(range(len(self.shape))):
             fail("view", f"permute needs a permutation of 0..{len(self.shape) - 1}, got {order}")
         if self._first_dim_fixed() and order[0] != 0:
@@ -61,11 +62,15 @@ class ViewOperations(Indexing):
             fail("view", f"broadcast needs a dimension of size 1, dimension {dim} of {list(self.shape)} is not")
         if self.on_chip and dim == 0:
             fail("view", "the partition dimension cannot be broadcast by a view")
+        size = integer(size, "size")
+        if size < 1:
+            fail("view", f"broadcast to size {size}, expected at least 1")
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return self._derive(shape, (*self.strides[:dim], 0, *self.strides[dim + 1 :]), self.offset)
 
     def expand_dim(self, dim: int) -> NkiTensor:
         """Insert a dimension of size 1 at position `dim`."""
+        dim = integer(dim, "dim")
         if not 0 <= dim <= len(self.shape) or (dim == 0 and self._first_dim_fixed()):
             fail("view", f"expand_dim({dim}) on {list(self.shape)}")
         stride = self.strides[dim] * self.shape[dim] if dim < len(self.shape) else 1
@@ -85,7 +90,7 @@ class ViewOperations(Indexing):
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
         """Split dimension `dim` into `shape`, one entry of which may be -1."""
         dim = self._dim(dim)
-        sizes = list(shape)
+        sizes = list(integers(shape, "shape"))
         if sizes.count(-1) == 1:
             rest = -math.prod(sizes)
             sizes[sizes.index(-1)] = self.shape[dim] // rest if rest else 0
@@ -118,7 +123,7 @@ class ViewOperations(Indexing):
 
     def reshape(self, shape: Sequence[int]) -> NkiTensor:
         """The same elements in row-major order under another shape; the partition dimension stays as it is."""
-        new = tuple(shape)
+        new = integers(shape, "shape")
         if math.prod(new) != math.prod(self.shape) or any(size < 1 for size in new):
             fail("view", f"reshape of {list(self.shape)} to {list(new)} changes the number of elements")
         if self._first_dim_fixed() and new[0] != self.shape[0]:
@@ -173,8 +178,8 @@ class ViewOperations(Indexing):
         """
         kind = self.dtype if dtype is None else as_dtype(dtype)
         ratio = self._bytes_ratio(kind)
-        shape = tuple(int(count) for _, count in pattern)
-        strides = tuple(int(step) for step, _ in pattern)
+        shape = integers((count for _, count in pattern), "count")
+        strides = integers((step for step, _ in pattern), "stride")
         if not shape or any(count < 1 for count in shape) or any(step < 0 for step in strides):
             fail(
                 "access-bounds",
@@ -183,7 +188,7 @@ class ViewOperations(Indexing):
         start = self.offset * self.dtype.itemsize
         if start % kind.itemsize:
             fail("view", f"byte {start} is not aligned to elements of {kind}")
-        start = start // kind.itemsize + (0 if offset is None else offset)
+        start = start // kind.itemsize + (0 if offset is None else integer(offset, "offset"))
         if scalar_offset is not None and vector_offset is not None:
             fail("indirect-view", "scalar_offset and vector_offset exclude each other")
         found: Indirection | None = None
@@ -228,7 +233,7 @@ class ViewOperations(Indexing):
             fail("indirect-view", "tensor indirection takes an SBUF or PSUM tensor")
         if index.shape[0] != self.shape[0]:
             fail("indirect-view", f"index has {index.shape[0]} partitions, the tensor {self.shape[0]}")
-        count = math.prod(index.shape) if num_elem is None else num_elem
+        count = math.prod(index.shape) if num_elem is None else integer(num_elem, "num_elem")
         found = ColumnOffsets(index, self.shape, self.strides)
         return self._derive((self.shape[0], count), (self.strides[0], 1), self.offset, None, found)
 

@@ -224,7 +224,7 @@ def copy_with(cast=None, **options):
         (copy_with(nl.float8_e8m0fnu), "dma-cast", "trn3"),
         (copy_with(priority=0), None, "trn3"),
         (copy_with(priority=-1), "dma-mode", "trn3"),
-        (copy_with(priority=True), "dma-mode", "trn3"),
+        (copy_with(priority=True), "integer", "trn3"),
         (copy_with(dge_mode=1), "enum-argument", "trn3"),
         (copy_with(oob_mode="skip"), "enum-argument", "trn3"),
         (gather_with(dge_mode=mode.swdge), None, "trn2"),

@@ -208,7 +208,7 @@ BROKEN = {
         "operand-dtype", lambda: nisa.nonzero_with_count(t(16, 9, dtype=nl.int32), t(16, 8, dtype=nl.bfloat16))),
     "nonzero into float32": ("operand-dtype", lambda: nisa.nonzero_with_count(t(16, 9), t(16, 8))),
     "nonzero with a fractional padding": (
-        "scalar-operand", lambda: nisa.nonzero_with_count(t(16, 9, dtype=nl.int32), t(16, 8), 0, 0.5)),
+        "integer", lambda: nisa.nonzero_with_count(t(16, 9, dtype=nl.int32), t(16, 8), 0, 0.5)),
     "topk of float32": (
         "operand-dtype", lambda: nisa.topk(t(16, 4, dtype=nl.bfloat16), u32(16, 4), t(16, 1), 16)),
     "topk of seven": (

@@ -284,9 +284,7 @@ def _require_index_column(call: Call, *tensors: NkiTensor) -> None:
 def _check_modes(call: Call, dst: NkiTensor, src: NkiTensor, priority: int | None, dge_mode: DgeMode) -> None:
     if priority is not None:
         call.require_target(nc_version.gen4, "priority")
-        call.require(
-            type(priority) is int and 0 <= priority <= 3, "dma-mode", f"priority is {priority!r}, expected 0 to 3"
-        )
+        call.require(0 <= priority <= 3, "dma-mode", f"priority is {priority!r}, expected 0 to 3")
     if dge_mode is DgeMode.hwdge:
         call.require_target(nc_version.gen3, "dge_mode.hwdge")
     if isinstance(src, GatheredTensor) or isinstance(dst, GatheredTensor):

@@ -35,7 +35,7 @@ def nc_stream_shuffle(
         call.fail("matching-dtype", f"src is {src.dtype}, dst {dst.dtype}")
     if dst.free_size != src.free_size:
         call.fail("same-elements", f"dst has {dst.free_size} elements per partition, src has {src.free_size}")
-    mask = [int(entry) for entry in shuffle_mask]
+    mask = list(shuffle_mask)
     if len(mask) != QUADRANT or any(not 0 <= entry < QUADRANT and entry != _KEEP for entry in mask):
         call.fail("shuffle-mask", f"shuffle_mask is {mask}, expected 32 entries of 0 to 31 or 255")
     _check_start_partitions(call, dst, src)

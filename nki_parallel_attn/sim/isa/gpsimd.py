@@ -29,7 +29,7 @@ PARTITIONS_PER_CORE = 16
 
 def affine_steps(call: Call, dst: NkiTensor, pattern: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """`pattern` as (step, number) pairs, checked against dst."""
-    steps = [(int(step), int(num)) for step, num in pattern]
+    steps = [(step, num) for step, num in pattern]
     if not 1 <= len(steps) <= 4 or math.prod(num for _, num in steps) != dst.free_size:
         call.fail(
             "iota-pattern", f"pattern {list(map(list, pattern))} for {dst.free_size} elements per partition of dst"
@@ -185,7 +185,7 @@ def nonzero_with_count(
             "nonzero-size", f"dst has {dst.free_size} elements per partition, src {src.free_size}; expected one more"
         )
     for label, value in (("index_offset", index_offset), ("padding_val", padding_val)):
-        if not isinstance(value, int) or not -(2**31) <= value < 2**31:
+        if not -(2**31) <= value < 2**31:
             call.fail("scalar-operand", f"{label} is {value!r}, expected a 32-bit integer")
     src, dst = _first_of_each_core(src), _first_of_each_core(dst)
     if call.core.checks.uninitialised:

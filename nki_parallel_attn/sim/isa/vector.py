@@ -323,7 +323,7 @@ def tensor_reduce(
 def reduce_axes(call: Call, data: NkiTensor, axis: int | Sequence[int]) -> list[int]:
     """The reduced dimensions, checked to be the last ones and not the partition dimension."""
     ndim = len(data.shape)
-    given = [axis] if isinstance(axis, int) else list(axis)
+    given = [axis] if isinstance(axis, int) else axis
     axes = sorted(a + ndim if a < 0 else a for a in given)
     if not axes or axes != list(range(ndim - len(axes), ndim)) or axes[0] == 0:
         call.fail("reduce-axis", f"axis {axis} of data {list(data.shape)}")

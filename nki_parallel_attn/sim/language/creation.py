@@ -13,6 +13,7 @@ import torch
 from ..core import current_core, fail
 from ..dtypes import DType, as_dtype, uint8
 from ..enums import HBM_REGIONS, ON_CHIP_REGIONS, MemoryRegion
+from ..integers import is_integer
 from ..isa.vector import memset
 from ..memory import allocate
 from ..tensor import NkiTensor
@@ -62,7 +63,7 @@ def _shape(shape: Sequence[int], buffer: MemoryRegion) -> tuple[int, ...]:
     if not sizes:
         fail("tensor-shape", "shape is empty, expected positive integers")
     for size in sizes:
-        if (type(size) is not int and not hasattr(size, "__index__")) or size < 1:
+        if not is_integer(size) or size < 1:
             fail("tensor-shape", f"shape is {shape!r}, expected positive integers")
     if len(sizes) == 1 and buffer in ON_CHIP_REGIONS:
         if sizes != (1,):

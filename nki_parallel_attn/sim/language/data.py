@@ -8,6 +8,7 @@ from typing import Any
 from ..core import current_core, fail
 from ..dtypes import float32
 from ..enums import HBM_REGIONS, MemoryRegion
+from ..integers import integer
 from ..isa.dma import dma_copy, dma_transpose
 from ..isa.tensor import nc_matmul, nc_transpose
 from ..isa.vector import memset, tensor_copy
@@ -71,6 +72,7 @@ def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:
 
 def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
     """A view with a dimension of size 1 at `axis`."""
+    axis = integer(axis, "axis")
     return x.expand_dim(axis if axis >= 0 else axis + len(x.shape) + 1)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..core import LoopScope, current_core, fail
-from ..indexing import DynamicSlice
+from ..indexing import DynamicSlice, is_dynamic
+from ..integers import integer, integers, is_integer
 from ..registers import VirtualRegister
 
 Bound = int | VirtualRegister
@@ -17,12 +18,13 @@ Bound = int | VirtualRegister
 
 def ds(start: Any, size: int) -> DynamicSlice:
     """`size` elements from `start`, which may be a register or a [1, 1] tensor."""
-    return DynamicSlice(start, size)
+    return DynamicSlice(start if is_dynamic(start) else integer(start, "start"), integer(size, "size"))
 
 
 def static_range(start: int, stop: int | None = None, step: int = 1) -> range:
     """Python's range: the loop is unrolled."""
-    return range(start) if stop is None else range(start, stop, step)
+    bounds = (start,) if stop is None else (start, stop, step)
+    return range(*integers(bounds, "a bound of the loop"))
 
 
 affine_range = sequential_range = static_range
@@ -55,7 +57,7 @@ def while_loop(init: VirtualRegister, body_fun: Callable[[VirtualRegister], Virt
 
 
 def _registers(start: Bound, stop: Bound, step: int, frozen: bool) -> Iterator[VirtualRegister]:
-    if isinstance(step, VirtualRegister) or not isinstance(step, int) or step < 1:
+    if not is_integer(step) or step < 1:
         fail("loop-step", f"step is {step!r}, expected a positive integer")
     with _Loop():
         for value in range(_value(start), _value(stop), step):
@@ -63,7 +65,7 @@ def _registers(start: Bound, stop: Bound, step: int, frozen: bool) -> Iterator[V
 
 
 def _value(bound: Bound) -> int:
-    return bound.read() if isinstance(bound, VirtualRegister) else bound
+    return bound.read() if isinstance(bound, VirtualRegister) else integer(bound, "a bound of the loop")
 
 
 class _Loop:

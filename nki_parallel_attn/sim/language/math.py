@@ -15,6 +15,7 @@ import torch
 from ..core import current_core, fail
 from ..dtypes import float32
 from ..enums import MemoryRegion, engine
+from ..integers import integers
 from ..isa import vector
 from ..isa.scalar import activation
 from ..isa.vector import tensor_reduce, tensor_scalar, tensor_tensor
@@ -119,7 +120,7 @@ def _spread(x: Tile, shape: Sequence[int]) -> Tile:
 
 
 def _axes(x: Tile, axis: Axis) -> list[int]:
-    given = [axis] if isinstance(axis, int) else list(axis)
+    given = integers(axis if isinstance(axis, Sequence) else (axis,), "axis")
     return [a + len(x.shape) if a < 0 else a for a in given]
 
 

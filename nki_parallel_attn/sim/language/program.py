@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ..core import current_core, fail
+from ..integers import integers
 
 
 def program_id(axis: int = 0) -> int:
@@ -20,7 +21,7 @@ def program_id(axis: int = 0) -> int:
 def num_programs(axes: int | Sequence[int] = 0) -> int:
     """Number of program instances along `axes`; 1 without a grid."""
     grid = current_core().grid or (1,)
-    wanted = [axes] if isinstance(axes, int) else list(axes)
+    wanted = integers(axes if isinstance(axes, Sequence) else (axes,), "axes")
     if any(not 0 <= axis < len(grid) for axis in wanted):
         fail("lnc", f"axes {axes} of the launch grid {grid}")
     return math.prod(grid[axis] for axis in wanted)
