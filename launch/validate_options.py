@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import Parser, check_report, positive
+from nki_parallel_attn.backends.nki_binding import LNC_VARIABLE, machine_lnc
 from nki_parallel_attn.errors import ArgumentError
 from nki_parallel_attn.topology.platforms import LNC_VALUES, TARGETS
 from nki_parallel_attn.validation.matrix import DEFAULT_RANKS, Selection, values
 
 SECONDS_PER_CASE = {"torch": 120.0, "sim": 120.0, "neuron": 900.0}
 """On device a case includes the compilation of its kernel."""
-LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -101,20 +100,6 @@ def selection(options: argparse.Namespace, world_size: int | None) -> Selection:
         tuple(options.lnc),
         options.filter,
     )
-
-
-def machine_lnc() -> int:
-    """Cores of a rank on device: NEURON_LOGICAL_NC_CONFIG, by default 2.
-
-    Raises:
-        ArgumentError: it is set to something else than 1 or 2.
-
-    Source: about-neuron/arch/neuron-features/logical-neuroncore-config.rst.
-    """
-    text = os.environ.get(LNC_VARIABLE, "2")
-    if text not in ("1", "2"):
-        raise ArgumentError(LNC_VARIABLE, repr(text), "1 or 2")
-    return int(text)
 
 
 def _natural(text: str) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
+from nki_parallel_attn.backends.nki_binding import compiled
 from nki_parallel_attn.backends.nki_limits import refuse_what_nki_lacks
 from nki_parallel_attn.errors import UnsupportedFeatureError
 from nki_parallel_attn.kernels.output_projection_cte_arguments import ProjectionArguments, kernel_arguments
@@ -42,7 +43,7 @@ def attention_kv_parallel_segmented_cte(
     from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
     from nki_parallel_attn.nki import ncc
 
-    out: Tensor = attention_kv_parallel_segmented_cte[lnc](
+    out: Tensor = compiled(attention_kv_parallel_segmented_cte, lnc)(
         q,
         k_cache,
         v_cache,
@@ -72,7 +73,7 @@ def attention_const_max(
     require_nki()
     from nki_parallel_attn.kernels.attention_const_max import attention_const_max as const_max
 
-    out: Tensor = const_max[lnc](q_hbm, k_hbm, v_hbm, softmax_max, softmax_scale, q_layout, k_layout)
+    out: Tensor = compiled(const_max, lnc)(q_hbm, k_hbm, v_hbm, softmax_max, softmax_scale, q_layout, k_layout)
     return out
 
 
@@ -84,7 +85,7 @@ def output_projection_cte(args: ProjectionArguments) -> Tensor:
 
     # A dtype that is no tensor's has to be NKI's.
     named = replace(args, output_dtype=getattr(nl, str(args.output_dtype).removeprefix("torch.")))
-    out: Tensor = project[args.lnc](*kernel_arguments(named))
+    out: Tensor = compiled(project, args.lnc)(*kernel_arguments(named))
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from nki_parallel_attn.backends.nki_binding import simulated
 from nki_parallel_attn.backends.nki_limits import refuse_what_nki_lacks
 from nki_parallel_attn.errors import UnsupportedFeatureError
 from nki_parallel_attn.kernels.output_projection_cte_arguments import ProjectionArguments, kernel_arguments
@@ -43,7 +44,7 @@ def attention_kv_parallel_segmented_cte(
     from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
 
     refuse_what_nki_lacks(q, k_cache, v_cache)
-    out: Tensor = simulate(attention_kv_parallel_segmented_cte, lnc=lnc, target=target)(
+    out: Tensor = simulate(simulated(attention_kv_parallel_segmented_cte), lnc=lnc, target=target)(
         q,
         k_cache,
         v_cache,
@@ -73,7 +74,7 @@ def attention_const_max(
     from nki_parallel_attn.kernels.attention_const_max import attention_const_max
 
     arguments = (q_hbm, k_hbm, v_hbm, softmax_max, softmax_scale, q_layout, k_layout)
-    out: Tensor = simulate(attention_const_max, world_size=1, lnc=lnc, target=target)([arguments])[0]
+    out: Tensor = simulate(simulated(attention_const_max), world_size=1, lnc=lnc, target=target)([arguments])[0]
     return out
 
 
@@ -81,7 +82,7 @@ def output_projection_cte(args: ProjectionArguments) -> Tensor:
     """Checked arguments. Without collectives: each rank runs it for itself."""
     from nki_parallel_attn.kernels.output_projection_cte import output_projection_cte
 
-    run = simulate(output_projection_cte, world_size=1, lnc=args.lnc, target=args.target)
+    run = simulate(simulated(output_projection_cte), world_size=1, lnc=args.lnc, target=args.target)
     out: Tensor = run([kernel_arguments(args)])[0]
     return out
 
