@@ -223,3 +223,17 @@ def test_attention_is_not_copied(monkeypatch):
 def test_the_largest_hidden_size():
     case = replace(Case(), hidden=32768, batch=1, length=2)
     close(output_projection_cte(**case.arguments()), case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [NONE, ROW, MX])
+def test_the_largest_sizes_that_the_page_calls_validated(kind):
+    target = "trn3" if kind is MX else "trn2"
+    case = Case(1, 17, 128, 40, 20705, torch.bfloat16, kind=kind, target=target)
+    close(output_projection_cte(**case.arguments()), case)
+
+
+@pytest.mark.long
+def test_more_heads_than_validated_and_many_tokens():
+    case = Case(2, 40, 128, 5000, 24, torch.bfloat16, bias=False)
+    close(output_projection_cte(**case.arguments()), case)
