@@ -202,8 +202,8 @@ def _evacuate(
             scales = nl.ndarray(dst.shape, dtype=nl.float32, buffer=nl.sbuf)
             _copy(copied, product, None, engine)
             _copy(scales, factors, scale, engine)
-            # With a bias GpSimd has enough to do below.
-            engine = nisa.engine.gpsimd if bias is None else nisa.engine.vector
+            # With a bias GpSimd has all results to add to, and time to multiply one of four.
+            engine = nisa.engine.gpsimd if bias is None or turn % 4 == 3 else nisa.engine.vector
             nisa.tensor_tensor(dst=scaled, data1=copied, data2=scales, op=nl.multiply, engine=engine)
         if bias is not None:
             nisa.tensor_tensor(dst=dst, data1=scaled, data2=bias, op=nl.add, engine=nisa.engine.gpsimd)
