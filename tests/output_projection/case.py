@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,6 @@ class Case:
     def _rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed + 1)
 
-    @lru_cache(maxsize=1)
     def quantized_weight(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Codes [K, H], and scales: STATIC [], ROW [H] float32, MX bytes, dense or compact."""
         rng, k, h = self._rng(), self.contraction, self.hidden
