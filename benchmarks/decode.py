@@ -33,8 +33,8 @@ from measure import (
     Actions,
     Comparison,
     Ranks,
-    allocated_bytes,
     machine,
+    peak_allocated,
     peak_memory,
     seconds_of,
     stage_seconds,
@@ -189,8 +189,8 @@ def set_up(context: int, blocks: bool) -> Actions:
         "run": step,
         "output": lambda: step().float().numpy(),
         "stages": lambda: stage_seconds(step, STAGES),
-        "allocated": lambda: allocated_bytes(step),
-        "memory": lambda: peak_memory(step),
+        "tensors": lambda: peak_allocated(step),
+        "resident": lambda: peak_memory(step),
     }
 
 
@@ -218,8 +218,7 @@ def measure(context: int, rounds: int) -> bool:
         timed |= {name: partial(pool.seconds, "run") for name, pool in pools.items()}
         seconds = time_rounds(timed, rounds)
         stages = {name: median_stages(pool.run("stages") for _ in range(rounds)) for name, pool in pools.items()}
-        allocated = {name: pool.run("allocated") for name, pool in pools.items()}
-        peaks = {name: pool.run("memory") for name, pool in pools.items()}
+        memory = {name: memory_of(pool) for name, pool in pools.items()}
     print(f"\ncontext {context}, {rounds} rounds; outputs within {deviation:.1e}")
     print(f"{'':24}{'median ms':>12}{'min ms':>10}{'median ratio':>15}{'ratio of minima':>17}")
     for name, values in seconds.items():
@@ -230,14 +229,24 @@ def measure(context: int, rounds: int) -> bool:
     print(f"{'stages, median ms':24}" + "".join(f"{name:>18}" for name in stages))
     for stage in stages[FLAT]:
         print(f"    {stage:20}" + "".join(f"{by_stage[stage] * 1e3:18.2f}" for by_stage in stages.values()))
-    for name in pools:
-        print(f"{name}: a step allocates {max(allocated[name])} bytes and grows resident memory by {max(peaks[name])}")
+    print("memory of one step, KiB: tensors at once, growth of the resident set")
+    for name, (tensors, resident) in memory.items():
+        with start_ranks(context // 2, name == BLOCKS) as half:
+            half_tensors, half_resident = memory_of(half)
+        half_text = f"at context {context // 2} {half_tensors / 1024:.0f} and {half_resident / 1024:.0f}"
+        print(f"    {name:20}{tensors / 1024:.0f} and {resident / 1024:.0f}; {half_text}")
     if context != QUOTED_CONTEXT:
         return True
     ratio = Comparison(seconds[BASELINE], seconds[FLAT]).median_ratio
     planning = max(by_stage[PLANNING] / by_stage["total"] for by_stage in stages.values())
     in_time = _judge("time of one process, flat cache", ratio, TIME_BAR)
     return _judge("planning, of the step", planning, PLANNING_BAR) and in_time
+
+
+def memory_of(ranks: Ranks) -> tuple[int, int]:
+    """Bytes of one step after a first one, of the largest rank: tensors held at once, growth of its resident memory."""
+    ranks.run("output")
+    return max(ranks.run("tensors")), max(ranks.run("resident"))
 
 
 def median_stages(runs: Iterable[list[dict[str, float]]]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -214,13 +215,13 @@ def peak_memory(action: Callable[[], object]) -> int:
     return peak - before
 
 
-def allocated_bytes(action: Callable[[], object]) -> int:
-    """Bytes of tensor memory that `action` asks torch for on the CPU, freed again or not, within its calls included."""
+def peak_allocated(action: Callable[[], object]) -> int:
+    """Bytes of tensors on the CPU, those within torch's operators included, that `action` holds at most at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         action()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
-    events = profiled.profiler.kineto_results.events()
-    return sum(max(0, event.nbytes()) for event in events if event.name() == "[memory]")
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)
 
 
 def machine() -> str:

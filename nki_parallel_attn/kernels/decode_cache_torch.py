@@ -1,8 +1,9 @@
 """The KV cache of decoding: quantise new tokens, read the prior in pieces, write the tokens once all else is done.
 
-Two forms with one interface. A flat cache of the query's dtype is read in place, as one piece. What must be changed on
-the way (block tables, float8, a transposed K) goes through one scratch buffer of fixed size, whatever the context; it
-stays in the processor's cache for the fused call that follows, and in the thread for the next step.
+Two forms with one interface. A flat cache of the query's dtype is read in place, in pieces of which the fused call may
+make a packed copy. What must be changed on the way (block tables, float8, a transposed K) goes through one scratch
+buffer, which stays in the processor's cache for the fused call that follows, and in the thread for the next step.
+Pieces and scratch have a fixed size: no step needs more memory for a longer context.
 
 float8 tokens hold the e4m3 format; torch.float8_e4m3fn carries both its variants, uint8 the same bytes untyped.
 """
@@ -24,9 +25,9 @@ from nki_parallel_attn.topology.block_tables import ABSENT
 from nki_parallel_attn.topology.paged_cache import unpack_fp8_k
 
 FP8_DTYPES = (FP8, torch.uint8)
-# Slots of scratch, over the KV heads: K and V of 8192 x 128 in bfloat16 are 4 MiB, which a core's share of the last
-# cache level holds. Merging what fewer slots give takes a good part of the time that attention to them takes.
-SCRATCH_SLOTS = 8192
+# Slots that are read at once, over the KV heads: K and V of 8192 x 128 in bfloat16 are 4 MiB, which a core's share of
+# the last cache level holds. With fewer slots, merging takes a good part of the time that attention takes.
+PIECE_SLOTS = 8192
 SKIP_UPDATE = torch.iinfo(torch.uint32).max
 
 
@@ -53,10 +54,10 @@ class PriorCache:
 
     batched = False
 
-    def read(self, rows: slice, start: int, stop: int, *, chunked: bool = False) -> Iterator[Piece]:
-        """Slots [start, stop) of the sequences `rows` (one, unless `batched`), in order.
+    def read(self, rows: slice, start: int, stop: int) -> Iterator[Piece]:
+        """Slots [start, stop) of the sequences `rows` (one, unless `batched`), in order, at most PIECE_SLOTS at once.
 
-        A piece may lie in scratch: use it before the next one. `chunked` bounds a piece's size in any case.
+        A piece may lie in scratch: use it before the next one.
         """
         raise NotImplementedError
 
@@ -71,13 +72,12 @@ class FlatPrior(PriorCache):
         # The fused call takes a last dim of any stride for one of stride 1.
         dense = self.k.stride(3) == 1 and self.v.stride(3) == 1
         self.batched = dense and self.k.dtype == dtype
-        self.step = max(128, SCRATCH_SLOTS // self.k.shape[1])
+        self.step = max(128, PIECE_SLOTS // self.k.shape[1])
         self.scratch = None if self.batched else _scratch(self.k.shape[1], self.step, self.k.shape[3], dtype, self.k)
 
-    def read(self, rows: slice, start: int, stop: int, *, chunked: bool = False) -> Iterator[Piece]:
-        step = self.step if chunked or self.scratch is not None else max(1, stop - start)
-        for at in range(start, stop, step):
-            end = min(at + step, stop)
+    def read(self, rows: slice, start: int, stop: int) -> Iterator[Piece]:
+        for at in range(start, stop, self.step):
+            end = min(at + self.step, stop)
             k, v = self.k[rows, :, at:end], self.v[rows, :, at:end]
             if self.scratch is not None:
                 k, v = self.scratch[0][:, :, : end - at].copy_(k), self.scratch[1][:, :, : end - at].copy_(v)
@@ -95,12 +95,12 @@ class BlockPrior(PriorCache):
         self.k, self.v = entries(args.K_cache, args.fp8_packed), entries(args.V_cache, False)
         self.packed, self.dtype = args.fp8_packed, dtype
         self.fp8 = args.K_cache.dtype in FP8_DTYPES
-        self.blocks = max(1, SCRATCH_SLOTS // self.kv_heads // self.block_len)
+        self.blocks = max(1, PIECE_SLOTS // self.kv_heads // self.block_len)
         slots = self.blocks * self.block_len
         self.scratch = _scratch(self.kv_heads, slots, self.dim, dtype, self.k)
         self.bytes = _scratch(self.kv_heads, slots, self.dim, torch.uint8, self.k)[0] if self.fp8 else self.k
 
-    def read(self, rows: slice, start: int, stop: int, *, chunked: bool = False) -> Iterator[Piece]:
+    def read(self, rows: slice, start: int, stop: int) -> Iterator[Piece]:
         if stop <= start:
             return
         first, last = start // self.block_len, -(-stop // self.block_len)
@@ -111,7 +111,7 @@ class BlockPrior(PriorCache):
             # Consecutive blocks are one run of memory.
             run = slice(int(listed[0]), int(listed[0]) + last - first)
             whole = [t[run].reshape(1, 1, -1, self.dim) for t in (self.k, self.v)]
-            step = self.blocks * self.block_len if chunked else stop - start
+            step = self.blocks * self.block_len
             for at in range(start - first * self.block_len, stop - first * self.block_len, step):
                 end = min(at + step, stop - first * self.block_len)
                 yield Piece(*(t[:, :, at:end] for t in whole))

@@ -9,6 +9,7 @@ import torch
 
 from nki_parallel_attn import attention_block_tkg, gen_mask_tkg, is_qk_swapped
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
+from nki_parallel_attn.kernels import decode_cache_torch
 from tests.tkg.case import Case
 from tests.tkg.compare import check_rank
 from tests.tkg.in_process import run_block
@@ -36,7 +37,8 @@ def check(case: Case) -> None:
     ],
     ids=lambda case: f"{case.cache} {case.mask} cp{case.cp} {case.dtype}",
 )
-def test_priors_longer_than_a_piece(case):
+def test_priors_longer_than_a_piece(case, monkeypatch):
+    monkeypatch.setattr(decode_cache_torch, "PIECE_SLOTS", 1024)
     check(case)
 
 
