@@ -7,6 +7,7 @@ raises UnsupportedFeatureError, which names what is missing. transformers itself
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,15 @@ def load_checkpoint(directory: str | Path, dtype: torch.dtype = torch.float32) -
     """Load a checkpoint folder; weights are converted to `dtype`.
 
     Raises:
-        ArgumentError: a missing folder or file, missing or superfluous weights, a weight of the wrong shape.
+        ArgumentError: a missing or damaged file, an impossible entry of config.json, missing or superfluous weights,
+            a weight of the wrong shape.
         UnsupportedFeatureError: a model_type, RoPE type, activation or quantisation outside this module's list.
         BackendUnavailableError: safetensors or tokenizers is not installed.
     """
     folder = Path(directory)
     if not (folder / "config.json").is_file():
         raise ArgumentError("model", folder, "a folder with config.json and safetensors files")
-    config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    config = read_config(_read_json(folder / "config.json"))
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder.load_state_dict(_read_weights(folder, decoder, dtype), assign=True)
@@ -85,89 +87,125 @@ def read_config(raw: dict[str, Any]) -> DecoderConfig:
         raise UnsupportedFeatureError("quantised checkpoints are not supported; use the float weights")
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedFeatureError(f"hidden_act {raw['hidden_act']!r} is not supported; only silu is")
-    required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    for name in (*required, "max_position_embeddings"):
-        if not isinstance(raw.get(name), int):
-            raise ArgumentError(name, repr(raw.get(name)), "an integer in config.json")
-    layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads)
+    heads = _integer(raw, "num_attention_heads")
+    kv_heads = _integer(raw, "num_key_value_heads", 8 if kind == "mistral" else heads)
+    if heads % kv_heads:
+        raise ArgumentError("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads} in config.json")
+    hidden, layers = _integer(raw, "hidden_size"), _integer(raw, "num_hidden_layers")
+    head_dim = _integer(raw, "head_dim", 128 if kind == "qwen3" else hidden // heads)
+    if head_dim % 2:
+        raise ArgumentError("head_dim", head_dim, "an even number in config.json, for RoPE turns pairs")
+    biased = _flag(raw, "attention_bias")
     return DecoderConfig(
-        vocab_size=raw["vocab_size"],
-        hidden=raw["hidden_size"],
+        vocab_size=_integer(raw, "vocab_size"),
+        hidden=hidden,
         layers=layers,
         q_heads=heads,
-        kv_heads=raw.get("num_key_value_heads") or (8 if kind == "mistral" else heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=raw["intermediate_size"],
-        max_positions=raw["max_position_embeddings"],
+        intermediate=_integer(raw, "intermediate_size"),
+        max_positions=_integer(raw, "max_position_embeddings"),
         rope=_read_rope(raw, head_dim),
         sliding_window=_sliding_window(raw, kind, layers),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        tied_embeddings=raw.get("tie_word_embeddings", False),
-        qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias", False)),
-        output_bias=kind != "qwen2" and bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        tied_embeddings=_flag(raw, "tie_word_embeddings"),
+        qkv_bias=kind == "qwen2" or biased,
+        output_bias=kind != "qwen2" and biased,
+        mlp_bias=_flag(raw, "mlp_bias"),
         qk_norm=kind == "qwen3",
     )
 
 
+def _integer(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer of config.json; `default` where the entry is missing or null."""
+    value = raw.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(name, repr(value), "a positive integer in config.json")
+    return value
+
+
+def _number(raw: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A positive, finite number of config.json."""
+    value = raw.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ArgumentError(name, repr(value), "a positive number in config.json")
+    return float(value)
+
+
+def _flag(raw: dict[str, Any], name: str) -> bool:
+    value = raw.get(name)
+    if value not in (None, False, True):
+        raise ArgumentError(name, repr(value), "true or false in config.json")
+    return bool(value)
+
+
 def _read_rope(raw: dict[str, Any], head_dim: int) -> Rope:
-    entries = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    theta = entries.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    entries = raw.get(name) or {}
+    if not isinstance(entries, dict):
+        raise ArgumentError(name, repr(entries), "an object in config.json")
+    theta = _number(entries if entries.get("rope_theta") is not None else raw, "rope_theta", 10000.0)
     if entries.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise UnsupportedFeatureError("partial_rotary_factor other than 1 is not supported")
-    return Rope(head_dim, float(theta), scaling=_read_scaling(entries, raw["max_position_embeddings"]))
+    return Rope(head_dim, theta, scaling=_read_scaling(entries, _integer(raw, "max_position_embeddings")))
 
 
 def _read_scaling(entries: dict[str, Any], max_positions: int) -> RopeScaling | None:
     kind = entries.get("rope_type") or entries.get("type") or "default"
     if kind == "default":
         return None
-    original = entries.get("original_max_position_embeddings") or max_positions
-
-    def entry(name: str) -> float:
-        value = entries.get(name)
-        if not isinstance(value, (int, float)):
-            raise ArgumentError(f"rope_scaling[{name!r}]", repr(value), f"a number, for rope type {kind!r}")
-        return float(value)
-
+    original = _integer(entries, "original_max_position_embeddings", max_positions)
     if kind == "linear":
-        return LinearScaling(entry("factor"))
+        return LinearScaling(_number(entries, "factor"))
     if kind == "dynamic":
-        return DynamicScaling(entry("factor"), max_positions)
+        return DynamicScaling(_number(entries, "factor"), max_positions)
     if kind == "llama3":
-        return Llama3Scaling(entry("factor"), entry("low_freq_factor"), entry("high_freq_factor"), original)
+        low, high = (_number(entries, f"{end}_freq_factor") for end in ("low", "high"))
+        if low >= high:
+            raise ArgumentError("high_freq_factor", high, f"more than low_freq_factor={low} in config.json")
+        return Llama3Scaling(_number(entries, "factor"), low, high, original)
     if kind == "yarn":
-        factor = entries.get("factor") or max_positions / original
+        factor = _number(entries, "factor", max_positions / original)
         attention_factor = entries.get("attention_factor")
         if attention_factor is None:
-            attention_factor = yarn_attention_factor(factor, entries.get("mscale"), entries.get("mscale_all_dim"))
+            mscale, mscale_all_dim = (
+                _number(entries, name) if entries.get(name) else None for name in ("mscale", "mscale_all_dim")
+            )
+            attention_factor = yarn_attention_factor(factor, mscale, mscale_all_dim)
+        else:
+            attention_factor = _number(entries, "attention_factor")
         return YarnScaling(
             factor,
             original,
             attention_factor,
-            beta_fast=entries.get("beta_fast") or 32.0,
-            beta_slow=entries.get("beta_slow") or 1.0,
-            truncate=entries.get("truncate", True),
+            beta_fast=_number(entries, "beta_fast", 32.0),
+            beta_slow=_number(entries, "beta_slow", 1.0),
+            truncate=entries.get("truncate") is None or _flag(entries, "truncate"),
         )
     raise UnsupportedFeatureError(f"rope type {kind!r} is not supported; supported: linear, dynamic, llama3, yarn")
 
 
 def _sliding_window(raw: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:
     """Tokens each layer sees, 0 for all. Mistral windows every layer; Qwen only with use_sliding_window."""
-    if kind == "mistral":
-        return (raw.get("sliding_window", 4096) or 0,) * layers
-    window = raw.get("sliding_window") or 0
-    if kind == "llama" or not raw.get("use_sliding_window") or not window:
+    if kind == "mistral" and "sliding_window" not in raw:
+        return (4096,) * layers
+    if not raw.get("sliding_window") or kind == "llama" or (kind != "mistral" and not _flag(raw, "use_sliding_window")):
         return (0,) * layers
-    first = raw.get("max_window_layers", 28)
+    window = _integer(raw, "sliding_window")
+    if kind == "mistral":
+        return (window,) * layers
+    first = 0 if raw.get("max_window_layers") == 0 else _integer(raw, "max_window_layers", 28)
     types = raw.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        raise ArgumentError("layer_types", repr(types), f"a list of {layers} in config.json, one for each layer")
     return tuple(window if kind_of_layer == "sliding_attention" else 0 for kind_of_layer in types)
 
 
 def _read_weights(folder: Path, decoder: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         message = 'safetensors is not installed; pip install "nki-parallel-attn[models]"'
         raise BackendUnavailableError(message) from error
@@ -177,13 +215,16 @@ def _read_weights(folder: Path, decoder: Decoder, dtype: torch.dtype) -> dict[st
     # Old checkpoints store RoPE's frequencies, tied ones sometimes the projection that repeats the embedding.
     ignored = ("rotary_emb.inv_freq", "lm_head.weight") if decoder.config.tied_embeddings else ("rotary_emb.inv_freq",)
     for path in _weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for full_name in file.keys():  # noqa: SIM118 (not a dict)
-                name = full_name.removeprefix("model.")
-                if name in expected:
-                    weights[name] = file.get_tensor(full_name).to(dtype)
-                elif not name.endswith(ignored):
-                    unknown.append(full_name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for full_name in file.keys():  # noqa: SIM118 (not a dict)
+                    name = full_name.removeprefix("model.")
+                    if name in expected:
+                        weights[name] = _float_weight(full_name, file.get_tensor(full_name)).to(dtype)
+                    elif not name.endswith(ignored):
+                        unknown.append(full_name)
+        except SafetensorError as error:
+            raise ArgumentError("model", path, "a whole safetensors file", str(error)) from error
     missing = sorted(expected.keys() - weights.keys())
     if missing or unknown:
         got = f"missing {missing[:5]} ({len(missing)}), unknown {unknown[:5]} ({len(unknown)})"
@@ -194,17 +235,35 @@ def _read_weights(folder: Path, decoder: Decoder, dtype: torch.dtype) -> dict[st
     return weights
 
 
+def _float_weight(name: str, weight: Tensor) -> Tensor:
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise UnsupportedFeatureError(f"{name} is {weight.dtype}; weights are float32, bfloat16 or float16")
+    return weight
+
+
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ArgumentError("model", f"{index} without weight_map", "weight_map, a file name for each weight")
+        names = sorted(set(weight_map.values()))
     files = [folder / name for name in names]
     for file in files:
         if not file.is_file():
             raise ArgumentError("model", f"no {file.name} in {folder}", "model.safetensors, or all files of its index")
     return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ArgumentError("model", path, "a JSON object", str(error)) from error
+    if not isinstance(content, dict):
+        raise ArgumentError("model", f"{path} with a {type(content).__name__}", "a JSON object")
+    return content
 
 
 def _read_tokenizer(folder: Path) -> Any | None:
@@ -214,4 +273,7 @@ def _read_tokenizer(folder: Path) -> Any | None:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise BackendUnavailableError('tokenizers is not installed; pip install "nki-parallel-attn[models]"') from error
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ArgumentError("model", folder / "tokenizer.json", "a tokenizer of tokenizers", str(error)) from error
