@@ -154,7 +154,8 @@ class Results(nl.NKIObject):  # type: ignore[misc]
 
     def write(self, chunk: Chunk, block: Block, unit: tuple[tuple[int, int], tuple[int, int]]) -> None:
         """Multiply, evacuate and store one unit of the chunk's tokens and the block's columns."""
-        (first_row, rows), (first_column, columns) = unit
+        first_row, rows = unit[0]
+        first_column, columns = unit[1]
         scale = None
         if chunk.row_scales:
             scale = chunk.row_scales[first_row // PARTITIONS]

@@ -157,7 +157,7 @@ class Activations(nl.NKIObject):  # type: ignore[misc]
         if self.quantization == QuantizationType.STATIC:
             clamp_to_float8(chunk.tiles[0:size, k, 0 : chunk.count], half)
         elif self.quantization == QuantizationType.MX:
-            tokens = slice(token, token + half.shape[1])
+            tokens = nl.ds(token, half.shape[1])
             nisa.quantize_mx(dst=chunk.tiles[0:size, k, tokens], src=half, dst_scale=chunk.mx_scales[0:size, k, tokens])
         elif self.quantization == QuantizationType.ROW:
             self.transposer.transpose(chunk.tiles[:, :, token : token + size], half, self.tiles)

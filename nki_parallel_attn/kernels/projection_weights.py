@@ -120,8 +120,8 @@ def multiply(dst: Tensor, chunk: Chunk, rows: tuple[int, int], block: Block, col
     if mx:
         row_count += row_count % 2
     pairs = block.tiles.dtype in (nl.float8_e4m3, nl.float8_e4m3fn)
-    here = slice(first_row, first_row + row_count)
-    there = slice(first_column, first_column + column_count)
+    here = nl.ds(first_row, row_count)
+    there = nl.ds(first_column, column_count)
     product = dst[0:row_count, 0:column_count]
     k = 0
     while k < len(block.sizes):

@@ -97,8 +97,8 @@ def test_other_sizes_fit(shape, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", [(1, 17, 128, 131072, 32768), (64, 17, 128, 2048, 20704)])
-def test_the_largest_sizes_in_full(shape):
+@pytest.mark.parametrize("shape", [(1, 17, 128, 131072, 4096), (64, 17, 128, 2048, 2588), (4, 17, 128, 2048, 32768)])
+def test_many_tokens(shape):
     report = modelled(shape, bias=True)
     assert of_peak(report, shape) > 0.97
     assert report.core().sbuf_peak_bytes < 0.9 * report.sbuf_capacity
