@@ -6,7 +6,7 @@ below the sequence's length that the old plan gives to s and the new plan to t. 
 
     2 * layers * head_dim * itemsize * (heads and sequences of both) * (such positions)
 
-Where several KV groups hold the same head, a receiver that is none of its holders takes it from number t % holders.
+Where several KV groups hold the same head, a receiver takes it from its own group, or from the one in its place.
 """
 
 from __future__ import annotations
@@ -129,21 +129,13 @@ def _shared(
     plan: ShardingPlan, source: ShardingPlan, sender: int, receiver: int, batch: int
 ) -> tuple[range, list[int]]:
     """Sequences and KV heads of which world rank `sender` gives `receiver` tokens, or keeps where they are the same."""
-    old, new, held = source.rank(sender), plan.rank(receiver), source.rank(receiver)
+    old, new = source.rank(sender), plan.rank(receiver)
     theirs, ours = old.batch_slice(batch), new.batch_slice(batch)
     rows = range(max(theirs.start, ours.start), min(theirs.stop, ours.stop))
-    # Copies of the same tokens: the receiver's own come first.
-    beside = held.sequence_index == old.sequence_index and held.batch_slice(batch) == theirs
-    keeps = held.kv_heads if beside else range(0)
-    heads = [head for head in new.kv_heads if head in old.kv_heads]
-    return rows, [h for h in heads if sender == (receiver if h in keeps else _giver(old, receiver))]
-
-
-def _giver(old: RankView, receiver: int) -> int:
-    """The rank, of those that hold the same heads of the same tokens as `old`, that serves `receiver`."""
-    copies = max(1, old.plan.kv_groups // old.plan.shape.kv_heads)
-    first = old.kv_group - old.kv_group % copies
-    return old.plan.mesh.rank(**{**old.coordinates, "kv_group": first + receiver % copies})
+    # Of groups with copies of the same heads, the receiver's own gives: what the receiver holds it keeps.
+    copies = max(1, source.kv_groups // source.shape.kv_heads)
+    gives = old.kv_group % copies == source.rank(receiver).kv_group % copies
+    return rows, [head for head in new.kv_heads if gives and head in old.kv_heads]
 
 
 def _slots(

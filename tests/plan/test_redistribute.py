@@ -162,6 +162,14 @@ def test_prefill_to_kvdp_by_hand(world: int) -> None:
     assert set(same.redistribution(prefill, lengths, torch.float32).sent) == {0}
 
 
+def test_copies_of_a_head_share_the_sending() -> None:
+    """Four groups of two ranks hold the one KV head; then every rank holds all of it."""
+    shape = AttentionShape(8, 1, 16)
+    halves, whole = (ShardingPlan(shape, world_size=8, kvp=kvp, block_size=4) for kvp in (2, 1))
+    moved = whole.redistribution(halves, [32], torch.float32)
+    assert moved.sent == moved.received == (2 * 16 * 16 * 4,) * 8
+
+
 def wrong_on_one_rank(fault: str) -> None:
     rank = torch.distributed.get_rank()
     shape = AttentionShape(4, 2, 8)
