@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .core import Core, Rank, fail
+from .argument_overlap import PlacedArgument, same_memory
+from .core import Core, fail
 from .dtypes import FLOAT32, DType, as_dtype, bool_, float16, float32, int32
 from .enums import MemoryRegion
 from .memory import Storage
+from .results import same_view
 from .tensor import NKIObject, NkiTensor
 
 
@@ -42,13 +44,15 @@ class Arguments:
 
     Attributes:
         kind: "torch" or "numpy", the kind of the results; that of the first array.
+        placed: the arrays that have data.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._region = MemoryRegion.shared_hbm if core.rank.lnc > 1 else MemoryRegion.private_hbm
         self._write_back: list[Callable[[], None]] = []
-        self._originals: dict[int, tuple[NkiTensor, Any]] = {}
+        self._originals: dict[object, tuple[NkiTensor, Any]] = {}
+        self.placed: list[PlacedArgument] = []
         self.kind: str | None = None
 
     def wrap(self, value: Any) -> Any:
@@ -67,17 +71,24 @@ class Arguments:
         return value
 
     def _tensor(self, array: torch.Tensor | np.ndarray[Any, Any] | ShapeOnly) -> NkiTensor:
-        known = self._originals.get(id(array))
+        if isinstance(array, np.ndarray) or (isinstance(array, torch.Tensor) and array.device.type != "meta"):
+            return self._once(same_memory(array), array, lambda name: self._place(array, name))
+        return self._once(id(array), array, lambda name: shape_only_tensor(self._core, array, self._region, name))
+
+    def _once(self, key: object, array: Any, make: Callable[[str], NkiTensor]) -> NkiTensor:
+        known = self._originals.get(key)
         if known is not None:
             return known[0]
         if self.kind is None:
             self.kind = "numpy" if isinstance(array, np.ndarray) else "torch"
-        name = f"argument{len(self._originals)}"
-        if isinstance(array, np.ndarray) or (isinstance(array, torch.Tensor) and array.device.type != "meta"):
-            tensor = to_tensor(self._core, array, "input", self._region, name, self._write_back)
-        else:
-            tensor = shape_only_tensor(self._core, array, self._region, name)
-        self._originals[id(array)] = (tensor, array)
+        tensor = make(f"argument{len(self._originals)}")
+        self._originals[key] = (tensor, array)
+        return tensor
+
+    def _place(self, array: torch.Tensor | np.ndarray[Any, Any], name: str) -> NkiTensor:
+        tensor = to_tensor(self._core, array, "input", self._region, name, self._write_back)
+        label = f"{name} of rank {self._core.rank.index}" if self._core.world_size > 1 else name
+        self.placed.append(PlacedArgument(label, array, tensor.storage))
         return tensor
 
     def finish(self) -> None:
@@ -89,7 +100,7 @@ class Arguments:
         """The kernel's result with every tensor replaced by an array of the caller's kind."""
         if isinstance(value, NkiTensor):
             for tensor, original in self._originals.values():
-                if tensor.storage is value.storage and _same_view(tensor, value):
+                if tensor.storage is value.storage and same_view(tensor, value):
                     return original
             if not self._core.computes:
                 return ShapeOnly(value.shape, value.dtype)
@@ -100,12 +111,6 @@ class Arguments:
         if isinstance(value, dict):
             return {key: self.unwrap(item) for key, item in value.items()}
         return value
-
-
-def _same_view(one: NkiTensor, other: NkiTensor) -> bool:
-    return (one.shape, one.strides, one.offset, one.dtype, one.indirection) == (
-        other.shape, other.strides, other.offset, other.dtype, other.indirection,
-    )  # fmt: skip
 
 
 def shape_only_tensor(core: Core, array: torch.Tensor | ShapeOnly, region: MemoryRegion, name: str) -> NkiTensor:
@@ -250,34 +255,3 @@ def from_tensor(tensor: NkiTensor, kind: str) -> Any:
     except ImportError:
         return raw.to(torch.float32).numpy()
     return raw.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(getattr(ml_dtypes, str(dtype)))
-
-
-def check_result(rank: Rank, value: Any) -> None:
-    """Demand that returned tensors are in shared HBM (or are inputs) and written in full."""
-    if isinstance(value, NkiTensor):
-        storage = value.storage
-        if storage.role == "input":
-            return
-        if storage.communicated:
-            fail(
-                "collective-kernel-io",
-                f"{value.name} is a result of the kernel and took part in a collective; copy it to another tensor",
-            )
-        if storage.region is not MemoryRegion.shared_hbm:
-            fail(
-                "kernel-output",
-                f"{value.name} is in {storage.region.value}; allocate outputs with buffer=nl.shared_hbm",
-            )
-        where = value.unwritten()
-        if where is not None:
-            fail(
-                "uninitialised-output",
-                f"element {list(where)} of output {value.name} {list(value.shape)} was never written",
-            )
-        storage.role = "output"
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            check_result(rank, item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            check_result(rank, item)

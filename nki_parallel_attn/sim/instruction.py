@@ -156,7 +156,10 @@ class Call:
     def _reads_elsewhere(self, dst: NkiTensor) -> bool:
         """Whether an operand may be other elements of dst's memory, some of which dst covers."""
         for tensor in self.reads:
-            if tensor.storage is dst.storage and (tensor.offset != dst.offset or tensor.strides != dst.strides):
+            if tensor.storage is dst.storage:
+                if tensor.offset != dst.offset or tensor.strides != dst.strides:
+                    return True
+            elif tensor.storage.arena is not None and tensor.storage.on_bytes_of(dst.storage):
                 return True
         return False
 
@@ -272,6 +275,13 @@ class Instruction:
                 if not written and not tensor.storage.full:
                     call.check_written(operand, tensor)
         if not call.skipped:
+            for tensor in call.writes:
+                if tensor.storage.shares_with:
+                    call.fail(
+                        "argument-overlap",
+                        f"writes to {tensor.name}, which shares memory with {tensor.storage.shares_with}; "
+                        "on the device they are two tensors: pass a clone of one of them",
+                    )
             self.body(call, *bound)
             for tensor in () if call.marked else call.writes:
                 storage = tensor.storage

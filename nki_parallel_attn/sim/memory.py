@@ -136,6 +136,7 @@ class Storage:
         role: "input" for kernel arguments, "constant", "output" once returned, else "scratch".
         communicated: a collective has used it.
         full: every element has been written.
+        shares_with: another argument that shares its memory, or an empty string; see argument_overlap.py.
         overflows: moments of overflow since its last use.
         history: its accesses on the cost model's timeline, or None.
     """
@@ -165,6 +166,7 @@ class Storage:
         "region",
         "role",
         "shape",
+        "shares_with",
         "written",
     )  # fmt: skip
 
@@ -193,6 +195,7 @@ class Storage:
         self.by_matmul: bool | np.ndarray[Any, np.dtype[np.bool_]] = False
         self.location: tuple[str, int] | None = None
         self.overflows: list[Overflow] = []
+        self.shares_with = ""
         self.history: Any = None
         self.pool: Pool | None = None
         self.pool_bytes = 0
@@ -213,6 +216,18 @@ class Storage:
         """One line of an allocation map."""
         where = location.show(self.location) or "kernel argument"
         return f"{self.pool_bytes:>10} B  {self.name} {list(self.shape)} {self.dtype} at {where}"
+
+    def on_bytes_of(self, other: Storage) -> bool:
+        """Whether this tensor and another one have manual addresses at which they share bytes."""
+        if self.arena is not other.arena or self.address is None or other.address is None:
+            return False
+        (partition, offset), (other_partition, other_offset) = self.address, other.address
+        return (
+            partition < other_partition + other.shape[0]
+            and other_partition < partition + self.shape[0]
+            and offset < other_offset + other.free_elements * other.dtype.itemsize
+            and other_offset < offset + self.free_elements * self.dtype.itemsize
+        )
 
     def touched(self) -> None:
         """Tell the moments of overflow that this storage was still live."""

@@ -283,7 +283,8 @@ _TABLE = [
         GUIDE,
         "always",
     ),
-    Rule("kernel-output", "returned tensors are in shared HBM", MIGRATION, "outputs"),
+    Rule("argument-overlap", "a kernel writes to no argument that shares memory with another", GUIDE, "always"),
+    Rule("kernel-output", "returned tensors are in shared HBM, the same on every core", MIGRATION, "outputs"),
     Rule("jit-option", "nki.jit takes no platform_target", MIGRATION, "always"),
     Rule("lnc", "a kernel is launched on as many cores as the target's logical core joins", GUIDE, "always"),
     Rule(
@@ -317,7 +318,7 @@ _TABLE = [
         RaceError,
     ),
     Rule("core-barrier-cores", "cores is (0, 1)", ISA, "always"),
-    Rule("core-barrier-data", "the data of a barrier is in shared HBM", ISA),
+    Rule("core-barrier-data", "the data of a barrier is in shared HBM, one tensor for both cores", ISA),
     Rule("sendrecv-rank", "send_to_rank and recv_from_rank are 0 or 1", ISA, "always"),
     Rule(
         "sendrecv-size", "gpsimd_dma moves at most 1024, 512 or 256 bytes per partition of 32-, 16- or 8-bit types", ISA

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Arguments, check_result
+from .argument_overlap import note_overlaps
+from .arguments import Arguments
 from .core import Checks, Core, Rank, fail, run_as
 from .enums import MemoryRegion
 from .integers import is_integer
@@ -15,6 +16,7 @@ from .memory import Pool
 from .process_transport import process_transport
 from .races import RaceDetector
 from .rendezvous import InProcess, Transport, World
+from .results import check_results
 from .scheduler import Scheduler, Task
 from .targets import Target, get_target
 
@@ -103,16 +105,18 @@ class Simulation:
             for core in cores:
                 name = f"rank {index} core {core.program_id}" if lnc > 1 else f"rank {index}"
                 tasks.append(Task(name, self._program(core, *wrapped)))
-        results = scheduler.run(tasks)[::lnc]
+        note_overlaps(argument for given in arguments for argument in given.placed)
+        results = scheduler.run(tasks)
         for core in self.cores[::lnc]:
             if core.rank.unwritten:
                 raise core.rank.unwritten[0]
-        for core, result in zip(self.cores[::lnc], results, strict=True):
+        of_ranks = [results[first : first + lnc] for first in range(0, len(results), lnc)]
+        for core, of_cores in zip(self.cores[::lnc], of_ranks, strict=True):
             if self.checks.outputs:
-                check_result(core.rank, result)
+                check_results(core.rank, of_cores)
         for given in arguments:
             given.finish()
-        return [given.unwrap(result) for given, result in zip(arguments, results, strict=True)]
+        return [given.unwrap(result) for given, (result, *_) in zip(arguments, of_ranks, strict=True)]
 
     def _core(self, rank: Rank, program: int, world: World, scheduler: Scheduler, observers: list[Observer]) -> Core:
         target, enforced = self.target, self.checks.capacity

@@ -121,3 +121,19 @@ def test_outputs_must_be_written_in_full():
     with pytest.raises(UninitializedReadError) as caught:
         simulate(kernel)(np.ones((4, 8), np.float32))
     assert caught.value.rule == "uninitialised-output"
+
+
+@pytest.mark.parametrize("shift", [-64, -12, -4, 0, 4, 12, 32, 256])
+def test_an_instruction_reads_all_of_a_tensor_that_its_result_lies_across(shift):
+    x = torch.rand(64, 64) + 1
+
+    def kernel(x):
+        data = nl.ndarray((64, 64), nl.float32, nl.sbuf, address=(0, 1024))
+        result = nl.ndarray((64, 64), nl.float32, nl.sbuf, address=(0, 1024 + shift))
+        nisa.dma_copy(dst=data, src=x)
+        nisa.reciprocal(dst=result, data=data)
+        out = nl.ndarray((64, 64), nl.float32, nl.shared_hbm)
+        nisa.dma_copy(dst=out, src=result)
+        return out
+
+    torch.testing.assert_close(simulate(kernel)(x), 1 / x)

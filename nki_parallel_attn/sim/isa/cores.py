@@ -72,7 +72,19 @@ def core_barrier(
         call.fail("core-barrier-cores", f"cores is {cores!r}, expected (0, 1)")
     region = data.buffer
     call.require(region is MemoryRegion.shared_hbm, "core-barrier-data", f"data is in {region.value}, not shared HBM")
-    _meet(call, "core_barrier", None, lambda _: None)
+    where = location.show(call.location)
+
+    def compare(brought: dict[int, tuple[NkiTensor, str]]) -> None:
+        (mine, here), (theirs, there) = brought[0], brought[1]
+        if mine.storage is not theirs.storage:
+            call.require(
+                False,
+                "core-barrier-data",
+                f"core 0 waits on {mine.name} {list(mine.shape)} at {here}, "
+                f"core 1 on {theirs.name} {list(theirs.shape)} at {there}",
+            )
+
+    _meet(call, "core_barrier", (data, where), compare)
 
 
 @dataclass

@@ -39,6 +39,38 @@ def barrier_on_private_data(x):
     nisa.core_barrier(data=private, cores=(0, 1))  # <- breaks
 
 
+@broken(CASES, "core-barrier-data", lnc=2)
+def barrier_on_two_tensors():
+    tensors = [nl.ndarray((2, 8), dtype=nl.float32, buffer=nl.shared_hbm) for _ in range(2)]
+    nisa.core_barrier(data=tensors[nl.program_id(0)], cores=(0, 1))  # <- breaks
+
+
+@broken(CASES, "kernel-output", f32(2, 8), lnc=2)
+def cores_that_return_different_tensors(x):
+    outs = [nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm) for _ in range(2)]
+    if nl.program_id(0) == 0:
+        for out in outs:
+            nisa.dma_copy(dst=out, src=x)
+    return outs[nl.program_id(0)]
+
+
+@broken(CASES, "kernel-output", f32(2, 8), lnc=2)
+def core_that_returns_nothing(x):
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    if nl.program_id(0) == 1:
+        return None
+    nisa.dma_copy(dst=out, src=x)
+    return (out,)
+
+
+@broken(CASES, "kernel-output", f32(2, 8), lnc=2)
+def cores_that_return_different_views(x):
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    if nl.program_id(0) == 0:
+        nisa.dma_copy(dst=out, src=x)
+    return {"out": [out[0:1] if nl.program_id(0) else out, 3]}
+
+
 @broken(CASES, "sendrecv-rank", f32(2, 8), lnc=2)
 def send_to_core_two(x):
     t, r = load(x), nl.ndarray(x.shape, dtype=x.dtype)
