@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nki_parallel_attn.errors import ArgumentError, RankFailedError, RankTimeoutError
+from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError, RankFailedError, RankTimeoutError
 from nki_parallel_attn.testing import protocol
 from nki_parallel_attn.testing.pickling import dumps_call
 from nki_parallel_attn.testing.pool import RankPool
@@ -60,7 +60,8 @@ def run_ranks(
 
     Raises:
         ArgumentError: world_size or timeout is not positive (and finite), or fn cannot be called.
-        ArgumentTypeError: fn, or an argument, cannot be pickled.
+        ArgumentTypeError: args is no list or tuple, kwargs no dict of names, pg_backend no name; fn, or an argument,
+            cannot be pickled.
         RankFailedError: ranks raised, died, or returned what cannot be pickled. It holds the traceback of each of them;
             the others get 2 s to end (0.5 s after a death), and then it says where they were. `exceptions` has the
             exceptions by rank.
@@ -72,6 +73,12 @@ def run_ranks(
         raise ArgumentError("timeout", repr(timeout), "a positive, finite number of seconds")
     if not callable(fn):
         raise ArgumentError("fn", repr(fn), "a callable")
+    if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):
+        raise ArgumentTypeError("args", repr(args), "a list or tuple of positional arguments")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise ArgumentTypeError("kwargs", repr(kwargs), "a dict of keyword arguments by name, or None")
+    if not isinstance(pg_backend, str):
+        raise ArgumentTypeError("pg_backend", repr(pg_backend), "the name of a backend of torch.distributed")
     payload = dumps_call(fn, args, kwargs or {})
     with _lock:
         try:

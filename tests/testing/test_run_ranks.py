@@ -209,6 +209,12 @@ def test_results_that_cannot_be_rebuilt_fail_with_text() -> None:
         ({"fn": print, "world_size": 1, "timeout": "3"}, "timeout"),
         ({"fn": print, "world_size": 1, "timeout": float("inf")}, "timeout"),
         ({"fn": 3, "world_size": 1}, "fn"),
+        ({"fn": print, "world_size": 1, "args": 5}, "args"),
+        ({"fn": print, "world_size": 1, "args": "text"}, "args"),
+        ({"fn": print, "world_size": 1, "args": None}, "args"),
+        ({"fn": print, "world_size": 1, "kwargs": [1]}, "kwargs"),
+        ({"fn": print, "world_size": 1, "kwargs": {1: 2}}, "kwargs"),
+        ({"fn": print, "world_size": 1, "pg_backend": None}, "pg_backend"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, object], name: str) -> None:
