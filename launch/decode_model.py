@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,15 +103,14 @@ class _Transformers:
     name = "transformers' own generation"
 
     def __init__(self, directory: Path) -> None:
-        try:
-            import transformers
-        except ImportError as error:
-            raise BackendUnavailableError("transformers is not installed; pip install transformers") from error
-        self.transformers: Any = transformers
+        if importlib.util.find_spec("transformers") is None:
+            raise BackendUnavailableError("transformers is not installed; pip install transformers")
         self.directory = directory
 
     def __call__(self, prompt: Tensor, tokens: list[int]) -> list[int]:
-        model = self.transformers.AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
         model.generation_config.eos_token_id = None
         made = model.generate(
             prompt[None],

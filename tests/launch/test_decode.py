@@ -34,6 +34,13 @@ def test_one_rank_without_torchrun() -> None:
     assert "PASS" in run.stdout and "torchrun --nproc-per-node 4 launch/decode.py" in run.stdout
 
 
+def test_a_bad_option_is_told_once() -> None:
+    run = start(2, "--strategy", "kvdp", "--batch", "3", script=SCRIPT)
+    assert run.returncode == 1 and run.stdout == ""
+    assert len(messages(run, "decode")) == 1 and "kvdp divides batch" in messages(run, "decode")[0]
+    assert 'decode.py", line' not in run.stderr
+
+
 @pytest.mark.parametrize("fault", ["bug", "killed"])
 def test_fault_on_one_rank(fault: str) -> None:
     run = start(2, fault, "--steps", "5", script="tests/launch/faulty_decode.py")

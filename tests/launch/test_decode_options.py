@@ -76,6 +76,13 @@ def test_strategies(ranks: int, arguments: list[str], sequences: int, tmp_path: 
     assert (moved > 0) == ("--strategy" in arguments)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["cp", "kvdp", "kvdp+cp"])
+def test_a_hundred_steps_of_eight_sequences(strategy: str, tmp_path: Path) -> None:
+    report = reported(4, tmp_path, "--strategy", strategy, "--batch", "8")
+    assert report["comparison"]["equal"] == 8 * 101 and len(set(report["prompt_tokens"])) == 8
+
+
 def test_over_gloo(tmp_path: Path) -> None:
     arguments = ["--strategy", "kvdp+cp", "--steps", "3", "--batch", "2"]
     assert reported(4, tmp_path, *arguments, transport="gloo")["transport"] == "gloo"
