@@ -62,9 +62,8 @@ def run_as_peer(job: Job, record: Record, device: torch.device) -> None:
 class Referee:
     """Rank 0's thread: collects, judges, reports.
 
-    Args:
-        display: where to show it.
-        seconds: how long the run has taken, for the conclusion.
+    Attributes:
+        results: of the case that runs, by rank.
     """
 
     def __init__(self, job: Job, record: Record, display: Display, fail_fast: bool) -> None:
@@ -106,11 +105,13 @@ class Referee:
         with self.lock:
             self.record.ended = reason
             running = self.record.running
-            if running is not None:
-                said = judge(self.results, 0.0, f"{reason}; ranks {self._missing()} had not finished")
-                self.record.end(running, said)
-                self.display.end(running, said)
-            self.record.write()
+            # The disk may be what is wrong.
+            with contextlib.suppress(OSError):
+                if running is not None:
+                    said = judge(self.results, 0.0, f"{reason}; ranks {self._missing()} had not finished")
+                    self.display.end(running, said)
+                    self.record.end(running, said)
+                self.record.write()
             self.display.conclude(time.perf_counter() - self.started)
             sys.stdout.flush()
             os._exit(1)
@@ -161,11 +162,13 @@ def referee(job: Job, record: Record, display: Display, fail_fast: bool) -> Iter
     os.set_blocking(write, False)
     # The byte is written at once, the Python handler runs only when the main thread comes back from what it waits in.
     signal.set_wakeup_fd(write)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
 
     def watch() -> None:
-        if os.read(read, 1):
-            made.leave("the job was ended from outside: most likely a rank died, which torchrun reports")
+        if os.read(read, 1) == bytes([signal.SIGINT]):
+            made.leave("interrupted")
+        made.leave("the job was ended from outside: most likely a rank died, which torchrun reports")
 
     threading.Thread(target=watch, daemon=True).start()
     made.thread.start()
