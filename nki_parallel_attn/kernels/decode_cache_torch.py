@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
+from nki_parallel_attn.kernels.float8_torch import widen
 from nki_parallel_attn.kernels.online_softmax_torch import stat_dtype
 from nki_parallel_attn.kernels.quantization_torch import FP8, to_fp8
 from nki_parallel_attn.topology.block_tables import ABSENT
@@ -80,7 +81,7 @@ class FlatPrior(PriorCache):
             end = min(at + self.step, stop)
             k, v = self.k[rows, :, at:end], self.v[rows, :, at:end]
             if self.scratch is not None:
-                k, v = self.scratch[0][:, :, : end - at].copy_(k), self.scratch[1][:, :, : end - at].copy_(v)
+                k, v = (_copy(t, kept[:, :, : end - at]) for t, kept in zip((k, v), self.scratch, strict=True))
             yield Piece(k, v)
 
 
@@ -140,7 +141,7 @@ class BlockPrior(PriorCache):
         picked = torch.index_select(flat, 0, index, out=self.bytes.view(-1)[:elements].view(len(index), -1))
         blocks = picked.view(FP8).view(len(index), *source.shape[1:])
         spread = target.view(len(index), self.block_len, self.dim)
-        return spread.copy_(unpack_fp8_k(blocks) if packed else blocks).view(shape)
+        return widen(unpack_fp8_k(blocks) if packed else blocks, spread).view(shape)
 
 
 def write_flat(args: BlockArguments, index: Tensor, k: Tensor, v: Tensor) -> None:
@@ -178,6 +179,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 def _typed(cache: Tensor) -> Tensor:
     return cache.view(FP8) if cache.dtype == torch.uint8 else cache
+
+
+def _copy(source: Tensor, target: Tensor) -> Tensor:
+    return widen(source, target) if source.dtype == FP8 else target.copy_(source)
 
 
 class _Scratch(threading.local):
