@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import FP8, attention_kv_parallel_segmented_cte
+from nki_parallel_attn.ops.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
 from nki_parallel_attn.plan import ShardingPlan
 from nki_parallel_attn.plan_rank import RankView
 from nki_parallel_attn.topology.kv_layout import Contiguous, RoundRobin
@@ -21,6 +21,7 @@ from nki_parallel_attn.validation.case import Case, Deviation, Place, compare
 from nki_parallel_attn.validation.oracle import dense_attention
 from nki_parallel_attn.validation.tolerance import attention_tolerance
 
+FP8 = torch.float8_e4m3fn
 KERNEL = "attention_kv_parallel_segmented_cte"
 DTYPES = ("bfloat16", "float16", "float32", "float8", "float8_packed")
 
