@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,7 @@ def agree(
     error: Exception | None,
     check_ranks: CheckRanks,
     partly_known: Mapping[str, object] | None = None,
+    check_known: Callable[[Mapping[int, Mapping[str, str]]], None] | None = None,
 ) -> None:
     """Return on all of `ranks`, or raise on all of them.
 
@@ -40,8 +41,9 @@ def agree(
         fields: what must be equal on all ranks, by argument name; values are compared by their `str`.
         error: what is wrong with this rank's arguments.
         check_ranks: "always" exchanges at every call, "first" once for each set of `fields`, "never" only raises
-            `error` here.
+            `error` here. It must be the same on all ranks: those that exchange wait for those that do not.
         partly_known: what must be equal on the ranks that know it; None on those that do not.
+        check_known: called with what each rank knows of `partly_known`, as text; it raises on all ranks or on none.
 
     Raises:
         error: as given.
@@ -59,10 +61,8 @@ def agree(
         board.refuse(f"{operation}: {_describe(error)}")
         raise error
     digest = hashlib.sha256(json.dumps([operation, {k: str(v) for k, v in fields.items()}]).encode()).hexdigest()
-    if check_ranks == "first" and error is None:
-        if (ranks, digest) in board.agreed:
-            return
-        board.agreed.add((ranks, digest))
+    if check_ranks == "first" and error is None and (ranks, digest) in board.agreed:
+        return
     known = {name: str(value) for name, value in (partly_known or {}).items() if value is not None}
     ok = f"{OK}{digest} {json.dumps(known)}"
     try:
@@ -90,6 +90,11 @@ def agree(
     if any(differences):
         text = "; ".join(filter(None, differences))
         raise RankMismatchError(f"{operation}: arguments differ between ranks: {text}")
+    if check_known is not None:
+        check_known(known_by_rank)
+    # Not before: after a failure all ranks compare again, the one that refused and those that did not.
+    if check_ranks == "first":
+        board.agreed.add((ranks, digest))
 
 
 def check_check_ranks(value: object) -> None:

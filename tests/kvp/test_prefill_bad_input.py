@@ -193,6 +193,38 @@ def test_different_local_lengths(rank):
     assert call(CONTIGUOUS, rank) is None
 
 
+FIRST_TABLES: dict[str, Any] = {
+    "too short": lambda a: {"block_tables": a["block_tables"][:, :-1]},
+    "much too short": lambda a: {"block_tables": a["block_tables"][:, :1]},
+    "blocks beyond the shard": lambda a: {"block_tables": a["block_tables"].repeat(1, 2)},
+}
+
+
+@pytest.mark.multirank(world_size=RANKS)
+@pytest.mark.parametrize("mode", ["always", "first"])
+def test_rank_0_of_contiguous_shards(rank, mode):
+    """Its own arguments do not tell how long its shard is; those of the others do."""
+    arguments = CONTIGUOUS.arguments(rank)
+    for name, change in FIRST_TABLES.items():
+        error = call(CONTIGUOUS, rank, {"check_ranks": mode} | (change(arguments) if rank == 0 else {}))
+        assert isinstance(error, ArgumentError if rank == 0 else PeerError), (name, error)
+        assert "block_tables" in str(error) and f"local_kv_len={CONTIGUOUS.local_length}" in str(error), (name, error)
+    for padding in (0, 3):  # longer is fine when no block is there
+        table = torch.nn.functional.pad(arguments["block_tables"], (0, padding), value=-1)
+        assert call(CONTIGUOUS, rank, {"check_ranks": mode, "block_tables": table}) is None
+
+
+@pytest.mark.multirank(world_size=RANKS)
+def test_checking_once_begins_again_after_a_failure(rank):
+    """The ranks that refused nothing compare again too: they would not be there for the one that did."""
+    once = {"check_ranks": "first"}
+    for _ in range(2):
+        error = call(CASE, rank, once | ({"kvp_q_offset": scalar(-8)} if rank == BAD else {}))
+        assert isinstance(error, ArgumentError if rank == BAD else PeerError), error
+    for _ in range(2):
+        assert call(CASE, rank, once) is None
+
+
 @pytest.mark.multirank(world_size=2)
 @pytest.mark.parametrize("stage", ["read_local_kv", "local_partials", "merge"])
 def test_a_rank_that_runs_out_of_memory(rank, stage):
