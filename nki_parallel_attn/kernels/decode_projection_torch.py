@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
+from nki_parallel_attn.kernels.microscaling_torch import matmul_mx, unpack_x4
 from nki_parallel_attn.kernels.online_softmax_torch import stat_dtype
-from nki_parallel_attn.kernels.quantization_torch import fp8_max, quantize_static
+from nki_parallel_attn.kernels.quantization_torch import (
+    FLOAT8_E4M3FN_MAX,
+    fp8_max,
+    quantize_rows,
+    quantize_static,
+)
 from nki_parallel_attn.topology.types import QuantizationType
 
 PARTITIONS = 128
@@ -54,7 +60,7 @@ def hidden_states(args: BlockArguments, sizes: BlockSizes) -> Tensor:
 
 def project_qkv(hidden: Tensor, args: BlockArguments, sizes: BlockSizes) -> tuple[Tensor, Tensor, Tensor]:
     """Q [B, q_heads, S_tkg, d], K and V [B, kv_heads, S_tkg, d], in hidden's dtype."""
-    qkv = affine(hidden, args.W_qkv, args.bias_qkv, qkv_scales(args, sizes))
+    qkv = affine(hidden, args.W_qkv, args.bias_qkv, qkv_quantized(args, sizes))
     heads = qkv.view(sizes.batch, sizes.tokens, -1, sizes.head_dim).transpose(1, 2)
     q, k, v = torch.split(heads, [sizes.q_heads, sizes.kv_heads, sizes.kv_heads], 1)
     return q, k, v
@@ -67,7 +73,7 @@ def project_out(attention: Tensor, args: BlockArguments, sizes: BlockSizes) -> T
             return attention.permute(3, 0, 1, 2).reshape(sizes.head_dim, -1)
         return attention.transpose(2, 3).contiguous()
     flat = attention.transpose(1, 2).reshape(sizes.batch * sizes.tokens, -1)
-    out = affine(flat, args.W_out, args.bias_out, out_scales(args))
+    out = affine(flat, args.W_out, args.bias_out, out_quantized(args))
     if args.transposed_out:
         transposed = to_transposed(out, args.lnc)
         if not args.out_in_sb:
@@ -80,55 +86,79 @@ def project_out(attention: Tensor, args: BlockArguments, sizes: BlockSizes) -> T
     return cores[0] if args.lnc == 1 else tuple(core.contiguous() for core in cores)
 
 
-class Scales(NamedTuple):
-    """How a float8 weight is dequantised.
+class Quantized(NamedTuple):
+    """How a quantised weight is multiplied.
 
     Attributes:
-        columns: [n], what each column's product is multiplied with; STATIC has the input scale in it.
-        input: STATIC's input scale; None leaves activations as they are (ROW).
+        kind: not NONE.
+        scales: MX: one byte for each block. Else [n], what each column's product is multiplied with; where there is an
+            input scale, it is in there.
+        input: STATIC's and STATIC_MX's input scale.
         maximum: largest value of the float8 that activations are quantised to.
     """
 
-    columns: Tensor
+    kind: QuantizationType
+    scales: Tensor
     input: Tensor | None
     maximum: float
 
 
-def qkv_scales(args: BlockArguments, sizes: BlockSizes) -> Scales | None:
-    """None for NONE. STATIC has one weight scale each for Q, K and V, ROW one per column."""
-    if args.weight_dequant_scale_qkv is None:
+def qkv_quantized(args: BlockArguments, sizes: BlockSizes) -> Quantized | None:
+    """None for NONE. The static types have one weight scale each for Q, K and V, the row types one per column."""
+    heads = torch.tensor([sizes.q_heads, sizes.kv_heads, sizes.kv_heads])
+    given = (args.weight_dequant_scale_qkv, args.input_dequant_scale_qkv)
+    return _quantized(args.quantization_type_qkv, *given, heads * sizes.head_dim, args)
+
+
+def out_quantized(args: BlockArguments) -> Quantized | None:
+    """None for NONE. The static types have one weight scale, the row types one per column."""
+    given = (args.weight_dequant_scale_out, args.input_dequant_scale_out)
+    return _quantized(args.quantization_type_out, *given, None, args)
+
+
+def _quantized(
+    kind: QuantizationType,
+    weight_scale: Tensor | None,
+    input_scale: Tensor | None,
+    widths: Tensor | None,
+    args: BlockArguments,
+) -> Quantized | None:
+    if weight_scale is None:
         return None
-    weight = args.weight_dequant_scale_qkv[0].to(stat_dtype(args.X.dtype))
-    maximum = fp8_max(args.dtype_mode, args.target)
-    if args.quantization_type_qkv is QuantizationType.ROW:
-        return Scales(weight, None, maximum)
-    assert args.input_dequant_scale_qkv is not None
-    heads = torch.tensor([sizes.q_heads, sizes.kv_heads, sizes.kv_heads], device=weight.device)
-    given = args.input_dequant_scale_qkv[0, 0].to(weight.dtype)
-    return Scales(weight.repeat_interleave(heads * sizes.head_dim) * given, given, maximum)
+    # The MX matrix units know the larger float8 only.
+    packed = kind in (QuantizationType.STATIC_MX, QuantizationType.ROW_MX)
+    maximum = FLOAT8_E4M3FN_MAX if packed else fp8_max(args.dtype_mode, args.target)
+    if kind is QuantizationType.MX:
+        return Quantized(kind, weight_scale, None, maximum)
+    scales = weight_scale[0].to(stat_dtype(args.X.dtype))
+    if input_scale is None:
+        return Quantized(kind, scales, None, maximum)
+    given = input_scale[0, 0].to(scales.dtype)
+    spread = scales if widths is None else scales.repeat_interleave(widths.to(scales.device))
+    return Quantized(kind, spread * given, given, maximum)
 
 
-def out_scales(args: BlockArguments) -> Scales | None:
-    """None for NONE. STATIC has one weight scale, ROW one per column."""
-    if args.weight_dequant_scale_out is None:
-        return None
-    weight = args.weight_dequant_scale_out[0].to(stat_dtype(args.X.dtype))
-    maximum = fp8_max(args.dtype_mode, args.target)
-    if args.quantization_type_out is QuantizationType.ROW:
-        return Scales(weight, None, maximum)
-    assert args.input_dequant_scale_out is not None
-    given = args.input_dequant_scale_out[0, 0].to(weight.dtype)
-    return Scales(weight * given, given, maximum)
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None, quantized: Quantized | None) -> Tensor:
+    """x @ weight + bias, accumulated in float32 (float64 for float64 inputs) and rounded once to x's dtype.
 
-
-def affine(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales | None) -> Tensor:
-    """x @ weight + bias, accumulated in float32 (float64 for float64 inputs) and rounded once to x's dtype."""
+    STATIC and STATIC_MX quantise x by the given scale, ROW_MX each row by its own largest magnitude, MX blocks of 32;
+    ROW leaves x as it is. Elements of float8 and their products are exact in float32.
+    """
     wide = x.to(stat_dtype(x.dtype))
-    if scales is not None and scales.input is not None:
-        wide = quantize_static(wide, scales.input, scales.maximum).to(wide.dtype)
-    out = _product(wide, weight)
-    if scales is not None:
-        out *= scales.columns
+    if quantized is None:
+        out = _product(wide, weight)
+    elif quantized.kind is QuantizationType.MX:
+        out = matmul_mx(x, weight, quantized.scales)
+    else:
+        by_row = None
+        if quantized.input is not None:
+            wide = quantize_static(wide, quantized.input, quantized.maximum).to(wide.dtype)
+        elif quantized.kind is QuantizationType.ROW_MX:
+            elements, by_row = quantize_rows(wide, quantized.maximum)
+            wide = elements.to(wide.dtype)
+        out = _product(wide, weight if weight.ndim == 2 else unpack_x4(weight)) * quantized.scales
+        if by_row is not None:
+            out *= by_row
     return (out if bias is None else out + bias.to(out.dtype)).to(x.dtype)
 
 

@@ -110,11 +110,18 @@ def attention_block_tkg(
         X: [B, S_tkg, H] bfloat16, float16, float32 or float64, H a multiple of 128, or as `transposed_in` says.
         X_hidden_dim_actual: channels from this one on are padding: read as zeros, and left out of RMSNorm's mean.
         rmsnorm_X_enabled, rmsnorm_X_eps, rmsnorm_X_gamma: RMSNorm of X; eps None is 1e-3; gamma [1, H].
-        W_qkv: [H, d*(q_heads + 2*kv_heads)], columns Q heads, K heads, V heads; used as given, X @ W_qkv.
+        W_qkv: [H, I], I = d*(q_heads + 2*kv_heads), columns Q heads, K heads, V heads; used as given, X @ W_qkv. X's
+            dtype; STATIC and ROW: float8_e4m3fn, within dtype_mode's maximum; the MX types: packed [H/4, I, 4]
+            float8_e4m3fn, for MX also float8_e5m2, or [H/4, I, 2] uint8 for float4 (`microscaling_torch` packs).
         bias_qkv: [1, d*(q_heads + 2*kv_heads)].
-        quantization_type_qkv: NONE, STATIC, ROW, MX, STATIC_MX or ROW_MX.
-        weight_dequant_scale_qkv: STATIC: [1 or 128, 3], for Q, K and V. ROW: [1 or 128, I]. MX: [H/32, I] uint8.
-        input_dequant_scale_qkv: STATIC: [1 or 128, 1].
+        quantization_type_qkv: NONE; or what becomes of activations, the MX types with target="trn3" only:
+            STATIC, STATIC_MX  float8, clamp(x / input scale), up to dtype_mode's maximum, for STATIC_MX 448.
+            ROW                as they are.
+            ROW_MX             float8, each token by its own absmax / 448.
+            MX                 float8_e4m3fn in blocks of 32, as nki.isa.quantize_mx; X bfloat16 or float16.
+        weight_dequant_scale_qkv: STATIC, STATIC_MX: [1 or 128, 3], for Q, K and V. ROW, ROW_MX: [1 or 128, I]. MX:
+            [H/32, I] uint8 or float8_e8m0fnu.
+        input_dequant_scale_qkv: STATIC, STATIC_MX: [1 or 128, 1].
         rmsnorm_QK_pre_rope_*, rmsnorm_QK_post_rope_*: RMSNorm of each head of Q and K before and after RoPE; gammas
             [1, d], None for ones.
         cos, sin: [r, B, S_tkg]; 2*r <= d channels are rotated, the rest pass through; None for no RoPE.
@@ -137,8 +144,9 @@ def attention_block_tkg(
             entry*block_len + offset of each token, [B_attn, S_tkg] or [B_attn, kv_heads, S_tkg].
         W_out: [q_heads*d, H] or None for no projection; absorbs v_scale.
         bias_out: [1, H].
-        quantization_type_out: NONE, STATIC or ROW.
-        weight_dequant_scale_out, input_dequant_scale_out: STATIC: [128, 1] each. ROW: [128, H], no input scale.
+        quantization_type_out: as quantization_type_qkv, W_out packed along q_heads*d, a multiple of 32.
+        weight_dequant_scale_out, input_dequant_scale_out: as W_qkv's, but [1 or 128, 1] for STATIC and STATIC_MX, and
+            [1 or 128, H] for ROW and ROW_MX; MX [q_heads*d/32, H].
         transposed_out, out_in_sb: see Returns.
         transposed_in: X is [128, lnc, H/lnc/128, B*S_tkg], at most 128 tokens: element [p, c, j, t] is channel
             c*(H/lnc) + p*(H/lnc/128) + j of token t.

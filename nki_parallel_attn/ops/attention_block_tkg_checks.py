@@ -7,7 +7,11 @@ from torch import Tensor
 
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
 from nki_parallel_attn.kernels.attention_block_tkg_arguments import BlockArguments, BlockSizes
-from nki_parallel_attn.ops.decode_quantization_checks import MX_TYPES, check_out_quantization, check_qkv_quantization
+from nki_parallel_attn.ops.decode_quantization_checks import (
+    check_out_quantization,
+    check_qkv_quantization,
+    check_weight_shape,
+)
 from nki_parallel_attn.ops.validation import (
     check_bool,
     check_device,
@@ -60,10 +64,9 @@ def block_sizes(args: BlockArguments) -> BlockSizes:
     check_multiple("X: H", hidden, "the partitions", PARTITIONS)
     if head_dim % 2:
         raise ArgumentError("K_cache", f"d_head {head_dim}", "an even d_head")
-    rows = {"H": hidden}
-    if args.quantization_type_qkv in MX_TYPES:
-        rows = {"H/4": hidden // 4}
-    columns = check_tensor("W_qkv", args.W_qkv, f"{next(iter(rows))}, d_head*(q_heads + 2*kv_heads)", None, **rows)[1]
+    columns = check_weight_shape(
+        "W_qkv", args.W_qkv, args.quantization_type_qkv, hidden, "H", "d_head*(q_heads + 2*kv_heads)"
+    )
     q_heads = columns // head_dim - 2 * kv_heads
     if columns % head_dim or q_heads < 1:
         raise ArgumentError(
@@ -206,7 +209,7 @@ def _check_projections(args: BlockArguments, sizes: BlockSizes) -> None:
         raise ArgumentError("rmsnorm_X_gamma", "a tensor", "None with rmsnorm_X_enabled=False")
     if args.rmsnorm_X_eps is not None:
         _check_eps("rmsnorm_X_eps", args.rmsnorm_X_eps)
-    check_qkv_quantization(args)
+    check_qkv_quantization(args, sizes.hidden)
     columns = args.W_qkv.shape[1]
     _check_optional(
         args, "bias_qkv", "1, d_head*(q_heads + 2*kv_heads)", SCALE_DTYPES, **{"d_head*(q_heads + 2*kv_heads)": columns}
@@ -220,9 +223,9 @@ def _check_projections(args: BlockArguments, sizes: BlockSizes) -> None:
         if args.quantization_type_out is not QuantizationType.NONE:
             raise ArgumentError("quantization_type_out", args.quantization_type_out, "NONE without W_out")
         return
-    rows = {"q_heads*d_head": sizes.q_heads * sizes.head_dim}
-    hidden = check_tensor("W_out", args.W_out, "q_heads*d_head, H", None, **rows)[1]
-    check_out_quantization(args, hidden)
+    rows = sizes.q_heads * sizes.head_dim
+    hidden = check_weight_shape("W_out", args.W_out, args.quantization_type_out, rows, "q_heads*d_head", "H")
+    check_out_quantization(args, rows, hidden)
     _check_optional(args, "bias_out", "1, H", SCALE_DTYPES, H=hidden)
     if args.transposed_out:
         check_multiple("W_out: H", hidden, "128*lnc", PARTITIONS * args.lnc)

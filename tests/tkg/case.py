@@ -25,7 +25,8 @@ from nki_parallel_attn.topology import block_tables, masks, rank_tensors_tkg
 from nki_parallel_attn.topology.decode_rank import DecodeRank
 from nki_parallel_attn.topology.kv_layout import Contiguous
 from nki_parallel_attn.topology.paged_cache import pack_fp8_k
-from tests.tkg import oracle
+from tests.tkg import oracle, weights
+from tests.tkg.bounded import Bounded
 
 FP8 = torch.float8_e4m3fn
 PAD = -1
@@ -92,7 +93,16 @@ class Case:
 
     @property
     def target(self) -> str:
-        return "trn3" if self.dtype_mode == "OCP" or "MX" in self.qkv_type else "trn2"
+        return "trn3" if self.dtype_mode == "OCP" or "MX" in self.qkv_type + self.out_type else "trn2"
+
+    @property
+    def top(self) -> float:
+        """The largest float8, but for the MX types."""
+        return 448.0 if self.dtype_mode == "OCP" or (self.dtype_mode, self.target) == ("AUTO", "trn3") else 240.0
+
+    @property
+    def arithmetic(self) -> oracle.Arithmetic:
+        return oracle.Arithmetic(self.dtype)
 
     @property
     def block(self) -> bool:
@@ -169,8 +179,8 @@ class Case:
         made["cos"], made["sin"] = angle.cos(), angle.sin()
         size = (self.kv_heads, self.head_dim)
         std = 20.0 if self.fp8 else 1.0
-        made["w8"] = (made["w"] * 50).to(FP8)
-        made["w_out8"] = (made["w_out"] * 20).to(FP8)
+        made["qkv_weight"] = weights.make(made["w"].double() * 50, self.qkv_type, self.seed, 1)
+        made["out_weight"] = weights.make(made["w_out"].double() * 20, self.out_type, self.seed, 2)
         made["prior"] = [
             tuple(normal(size[0], length, size[1], std=std).to(self.stored) for _ in range(2))
             for length in self.lengths
@@ -179,57 +189,69 @@ class Case:
         made["tree"] = tree | torch.eye(self.tokens, dtype=torch.bool)[:, None, None]
         return made
 
-    def rounded(self, value: Tensor) -> Tensor:
-        return value.to(self.dtype).double()
-
     @cached_property
-    def new_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V of the whole model, float64, K and V as the cache holds them."""
+    def new_tokens(self) -> tuple[Bounded, Bounded, Bounded]:
+        """Q, K and V of the whole model, K and V as the cache holds them."""
         q, k, v = self.projected
         return q, self.quantised(k, self.k_scale), self.quantised(v, self.v_scale)
 
-    def quantised(self, value: Tensor, scale: float) -> Tensor:
-        """As the cache holds it, float64."""
+    def quantised(self, tokens: Bounded, scale: float) -> Bounded:
+        """As the cache holds it."""
         if not self.fp8:
-            return value
-        top = 448 if self.dtype_mode == "OCP" else 240
-        return (value * scale).clamp(-top, top).to(FP8).double()
+            return tokens
+        return oracle.to_float8(tokens.times(scale).widened(2 * self.arithmetic.unit), self.top)
 
-    def static_input(self, x: Tensor) -> Tensor:
-        """What STATIC makes of activations, dequantised."""
-        top = 448 if self.dtype_mode == "OCP" else 240
-        return (x / INPUT_SCALE).clamp(-top, top).to(FP8).double() * INPUT_SCALE
+    def product(self, x: Bounded, weight: Tensor, kind: str, columns: Tensor | float) -> Bounded:
+        """x [T, K] times a weight [K, N] of float64 values, as its quantisation type does it."""
+        unit = self.arithmetic.unit
+        if kind in ("STATIC", "STATIC_MX"):
+            x = oracle.static_input(x, INPUT_SCALE, self.top if kind == "STATIC" else 448.0, unit)
+        elif kind == "ROW_MX":
+            x = oracle.row_input(x, 448.0, unit)
+        elif kind == "MX":
+            x = oracle.mx_input(x)
+        return x.matmul(weight, unit).times(columns).widened(4 * unit)
 
     @staticmethod
     def column_scales(count: int) -> Tensor:
         return 0.015 + 0.01 * torch.arange(count, dtype=torch.float64).cos()
 
-    def out_weight(self, index: int) -> Tensor:
-        """A rank's rows of the output projection, dequantised, float64."""
-        heads = self.heads_of(index)
+    def projection(self, attention: Bounded, index: int) -> Bounded:
+        """A rank's output projection of its heads' attention [T, heads*d]."""
+        t, heads = self.tensors, self.heads_of(index)
         rows = slice(heads.start * self.head_dim, heads.stop * self.head_dim)
-        weight = self.tensors["w_out" if self.out_type == "NONE" else "w_out8"][rows].double()
-        return weight * {"NONE": 1, "STATIC": OUT_SCALE, "ROW": self.column_scales(weight.shape[1])}[self.out_type]
+        weight = (t["w_out"].double() if self.out_type == "NONE" else t["out_weight"].values)[rows]
+        columns: Tensor | float = 1.0
+        if self.out_type.startswith("STATIC"):
+            columns = OUT_SCALE
+        elif self.out_type.startswith("ROW"):
+            columns = self.column_scales(weight.shape[1])
+        out = self.product(attention, weight, self.out_type, columns)
+        out = out.plus(t["bias_out"]).widened(self.arithmetic.unit) if self.out == "bias" else out
+        return out.rounded(self.dtype)
 
-    def scale_arguments(self, columns: Tensor) -> dict[str, Tensor | None]:
-        """The four scale tensors of a rank with these columns of W_qkv."""
+    def scale_arguments(self, columns: Tensor, rows: slice) -> dict[str, Tensor | None]:
+        """The four scale tensors of a rank with these columns of W_qkv and these rows of W_out."""
         repeat = 128 if self.seed % 2 else 1
-        row = self.column_scales(self.head_dim * (self.all_q_heads + 2 * self.kv_heads))[columns]
-        qkv = {"STATIC": QKV_SCALES, "ROW": row}.get(self.qkv_type)
-        out = {"STATIC": torch.tensor([OUT_SCALE], dtype=torch.float64), "ROW": self.column_scales(256)}.get(
-            self.out_type
-        )
-        given = torch.full((128, 1), INPUT_SCALE, dtype=torch.float64)
-        return {
-            "weight_dequant_scale_qkv": None if qkv is None else qkv.repeat(repeat, 1),
-            "input_dequant_scale_qkv": given[:repeat] if self.qkv_type == "STATIC" else None,
-            "weight_dequant_scale_out": None if out is None else out.repeat(128, 1),
-            "input_dequant_scale_out": given if self.out_type == "STATIC" else None,
-        }
+        made: dict[str, Tensor | None] = {}
+        count = self.head_dim * (self.all_q_heads + 2 * self.kv_heads)
+        static = {"qkv": QKV_SCALES, "out": torch.tensor([OUT_SCALE], dtype=torch.float64)}
+        by_row = {"qkv": self.column_scales(count)[columns], "out": self.column_scales(256)}
+        for which, kind in (("qkv", self.qkv_type), ("out", self.out_type)):
+            scale = None
+            if kind == "MX":
+                scales = self.tensors[f"{which}_weight"].scales
+                scale = scales[:, columns] if which == "qkv" else scales[rows.start // 32 : rows.stop // 32]
+            elif kind != "NONE":
+                scale = (static if kind.startswith("STATIC") else by_row)[which].repeat(repeat, 1)
+            made[f"weight_dequant_scale_{which}"] = scale
+            given = torch.full((repeat, 1), INPUT_SCALE, dtype=torch.float64)
+            made[f"input_dequant_scale_{which}"] = given if kind.startswith("STATIC") else None
+        return made
 
     @cached_property
-    def projected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V of the whole model, float64, before quantisation."""
+    def projected(self) -> tuple[Bounded, Bounded, Bounded]:
+        """Q, K and V of the whole model, before quantisation."""
         t = self.tensors
         actual = self.hidden - self.x_padding
         x = t["x"].nan_to_num(0.0) if self.x_padding else t["x"]
@@ -240,18 +262,22 @@ class Case:
             gammas = [t[f"{stage}_{name}"] if kind == "gamma" else None for name in "qk"]
             return oracle.Norm(eps=1e-5, gamma=gammas[0]), oracle.Norm(eps=1e-5, gamma=gammas[1])
 
-        def project(hidden: Tensor) -> Tensor:
+        def project(hidden: Bounded) -> Bounded:
             widths = torch.tensor([self.all_q_heads, self.kv_heads, self.kv_heads]) * self.head_dim
-            scales = {"STATIC": QKV_SCALES.repeat_interleave(widths), "ROW": self.column_scales(int(widths.sum()))}
-            weight = t["w"] if self.qkv_type == "NONE" else t["w8"]
-            if self.qkv_type == "STATIC":
-                hidden = self.static_input(hidden)
-            product = hidden[..., :actual] @ weight.double()[:actual] * scales.get(self.qkv_type, 1)
-            return product + t["bias"].double() if self.bias else product
+            columns: Tensor | float = 1.0
+            if self.qkv_type.startswith("STATIC"):
+                columns = QKV_SCALES.repeat_interleave(widths)
+            elif self.qkv_type.startswith("ROW"):
+                columns = self.column_scales(int(widths.sum()))
+            weight = t["w"].double() if self.qkv_type == "NONE" else t["qkv_weight"].values
+            flat = hidden.on_both(lambda x: torch.cat([x[..., :actual], torch.zeros_like(x[..., actual:])], -1))
+            product = self.product(flat.on_both(lambda x: x.flatten(0, 1)), weight, self.qkv_type, columns)
+            return product.plus(t["bias"]).widened(self.arithmetic.unit) if self.bias else product
 
         return oracle.new_tokens(
             x,
             project,
+            arithmetic=self.arithmetic,
             q_heads=self.all_q_heads,
             kv_heads=self.kv_heads,
             norm_x=oracle.Norm(eps=1e-3, gamma=t["gamma_x"] if self.rmsnorm_x == "gamma" else None)
@@ -261,7 +287,6 @@ class Case:
             norms_pre=norms(self.pre, "pre"),
             norms_post=norms(self.post, "post"),
             rotary=(t["cos"], t["sin"], "contiguous" in self.rope) if self.rope else None,
-            rounded=self.rounded,
         )
 
     @property
@@ -271,8 +296,8 @@ class Case:
         return self.head_dim**-0.5 / (self.k_scale if self.fp8 else 1)
 
     @cached_property
-    def attention(self) -> Tensor:
-        """[B, heads, S, d] float64."""
+    def attention(self) -> Bounded:
+        """[B, heads, S, d]."""
         q, k, v = self.new_tokens
         if self.skip_attention:
             return q
@@ -298,6 +323,7 @@ class Case:
             v,
             seen_prior,
             active & real,
+            arithmetic=self.arithmetic,
             scale=self.softmax_scale,
             sink=self.tensors["sink"] if self.sink else None,
         )
@@ -431,8 +457,8 @@ class Case:
             "rmsnorm_X_enabled": bool(self.rmsnorm_x),
             "rmsnorm_X_eps": None,
             "rmsnorm_X_gamma": gamma if self.rmsnorm_x == "gamma" else None,
-            "W_qkv": t["w"][:, columns] if self.qkv_type == "NONE" else t["w8"].double()[:, columns].to(FP8),
-            **self.scale_arguments(columns),
+            "W_qkv": t["w"][:, columns] if self.qkv_type == "NONE" else t["qkv_weight"].columns(columns),
+            **self.scale_arguments(columns, rows),
             "bias_qkv": t["bias"][:, columns] if self.bias else None,
             "quantization_type_qkv": QuantizationType[self.qkv_type],
             "rmsnorm_QK_pre_rope_enabled": bool(self.pre),
@@ -454,7 +480,9 @@ class Case:
             "sink": t["sink"] if self.sink else None,
             "update_cache": self.update,
             "kv_cache_update_idx": update if self.update or self.seed % 2 else None,
-            "W_out": t["w_out" if self.out_type == "NONE" else "w_out8"][rows] if projected else None,
+            "W_out": (t["w_out"][rows] if self.out_type == "NONE" else t["out_weight"].rows(rows))
+            if projected
+            else None,
             "bias_out": t["bias_out"] if self.out == "bias" else None,
             "quantization_type_out": QuantizationType[self.out_type],
             "transposed_out": self.out == "transposed",

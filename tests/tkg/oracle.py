@@ -1,6 +1,7 @@
 """The decode block in float64, stage by stage over the whole model; it knows nothing of ranks, blocks or layouts.
 
-Rounding to X's dtype happens where the twin says that it does; with float64 inputs nowhere.
+Values are rounded to X's dtype and to float8 where docs/decode_block.md says so, and nowhere else; `bounded.py` keeps
+count of what float32 sums (float64 ones for float64 inputs) may change.
 """
 
 from __future__ import annotations
@@ -11,7 +12,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Rounding = Callable[[Tensor], Tensor]
+from tests.tkg.bounded import Bounded, concatenate
+
+# torch's fused CPU attention takes a cheaper exponential for 16-bit inputs, see tests/tolerance.py.
+from tests.tolerance import FUSED_EXP_ERROR
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """X's dtype, and what is computed in: float64 for float64, else float32."""
+
+    dtype: torch.dtype
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of what is between two roundings to the dtype."""
+        return torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32).eps / 2
+
+    @property
+    def rounding(self) -> float:
+        """Unit roundoff of the dtype."""
+        return torch.finfo(self.dtype).eps / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,27 +42,74 @@ class Norm:
     eps: float
     gamma: Tensor | None = None
 
-    def __call__(self, x: Tensor, width: int | None = None) -> Tensor:
-        normed = x / (x.pow(2).sum(-1, keepdim=True) / (width or x.shape[-1]) + self.eps).sqrt()
-        return normed if self.gamma is None else normed * self.gamma.double()
+    def __call__(self, x: Bounded, unit: float, width: int | None = None) -> Bounded:
+        n = width or x.value.shape[-1]
+        squares = x.value.pow(2).sum(-1, keepdim=True) + n * self.eps
+        factor = (squares / n).rsqrt()
+        if self.gamma is not None:
+            factor = factor * self.gamma.double()
+        # What the radii do to the sum of squares, relatively; half of it goes to the root.
+        wobble = (x.value.abs() * x.radius + x.radius.pow(2)).sum(-1, keepdim=True) / squares
+        scaled = x.times(factor)
+        radius = scaled.radius + scaled.largest * (wobble + (x.value.shape[-1] ** 0.5 + 8) * unit)
+        return Bounded(scaled.value, radius)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, contiguous: bool) -> Tensor:
+def rope(x: Bounded, cos: Tensor, sin: Tensor, contiguous: bool, unit: float) -> Bounded:
     """x [B, heads, S, d]; cos, sin [r, B, S]. One channel pair at a time."""
-    out = x.clone()
+    value, radius = x.value.clone(), x.radius.clone()
     pairs = len(cos)
     for pair in range(pairs):
         a, b = (pair, pairs + pair) if contiguous else (2 * pair, 2 * pair + 1)
         c, s = (t[pair].double()[:, None] for t in (cos, sin))
-        out[..., a] = x[..., a] * c - x[..., b] * s
-        out[..., b] = x[..., b] * c + x[..., a] * s
-    return out
+        first, second = x[..., a], x[..., b]
+        value[..., a] = first.value * c - second.value * s
+        value[..., b] = second.value * c + first.value * s
+        for channel, (p, q) in ((a, (first, second)), (b, (second, first))):
+            radius[..., channel] = p.radius * c.abs() + q.radius * s.abs()
+            radius[..., channel] += 4 * unit * (p.largest * c.abs() + q.largest * s.abs())
+    return Bounded(value, radius)
+
+
+def to_float8(x: Bounded, maximum: float) -> Bounded:
+    return x.through(lambda t: t.clamp(-maximum, maximum).to(FP8).double())
+
+
+def static_input(x: Bounded, scale: float, maximum: float, unit: float) -> Bounded:
+    """What STATIC makes of activations, dequantised."""
+    return to_float8(x.times(1 / scale).widened(2 * unit), maximum).times(scale)
+
+
+def row_input(x: Bounded, maximum: float, unit: float) -> Bounded:
+    """What ROW_MX makes of activations [T, K], each row by its own largest magnitude, dequantised."""
+    scale = x.value.abs().amax(-1, keepdim=True) / maximum
+    wobble = x.radius.amax(-1, keepdim=True) / maximum + unit * scale
+    scale, relative = scale.clamp(min=2.0**-126), wobble / scale.clamp(min=2.0**-126)
+    quotient = x.times(1 / scale)
+    quotient = Bounded(quotient.value, quotient.radius + quotient.largest * (relative + 2 * unit))
+    elements = to_float8(quotient, maximum)
+    return Bounded(elements.value * scale, elements.radius * scale * (1 + relative) + elements.largest * wobble)
+
+
+def mx_input(x: Bounded) -> Bounded:
+    """What MX makes of activations [T, K], dequantised: a block of 32 has the exponent of its largest, minus 7."""
+    blocks = x.on_both(lambda t: t.unflatten(-1, (-1, 32)))
+
+    def step(largest: Tensor) -> Callable[[Tensor], Tensor]:
+        exponent = (torch.frexp(largest.amax(-1, keepdim=True)).exponent - 1 - 7).clamp(min=-127).double()
+        scale = torch.where(largest.amax(-1, keepdim=True) > 0, exponent, -127.0).exp2()
+        return lambda t: (t / scale).to(FP8).double() * scale
+
+    magnitude = blocks.value.abs()
+    steps = [step(m) for m in (magnitude, (magnitude - blocks.radius).clamp(min=0), magnitude + blocks.radius)]
+    return blocks.through(*steps).on_both(lambda t: t.flatten(-2))
 
 
 def new_tokens(
     x: Tensor,
-    project: Callable[[Tensor], Tensor],
+    project: Callable[[Bounded], Bounded],
     *,
+    arithmetic: Arithmetic,
     q_heads: int,
     kv_heads: int,
     norm_x: Norm | None,
@@ -47,37 +117,39 @@ def new_tokens(
     norms_pre: tuple[Norm, Norm] | None,
     norms_post: tuple[Norm, Norm] | None,
     rotary: tuple[Tensor, Tensor, bool] | None,
-    rounded: Rounding,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Bounded, Bounded, Bounded]:
     """Q [B, q_heads, S, d], K and V [B, kv_heads, S, d] of x [B, S, H]."""
     batch, tokens = x.shape[:2]
-    x = x.double()
+    unit, dtype = arithmetic.unit, arithmetic.dtype
+    hidden = Bounded.exact(x)
     if norm_x:
-        x = rounded(norm_x(x, hidden_actual))
-    qkv = rounded(project(x)).view(batch, tokens, q_heads + 2 * kv_heads, -1).transpose(1, 2)
+        hidden = norm_x(hidden, unit, hidden_actual).rounded(dtype)
+    qkv = project(hidden).rounded(dtype)
+    qkv = qkv.on_both(lambda t: t.view(batch, tokens, q_heads + 2 * kv_heads, -1).transpose(1, 2))
     q, k, v = qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
     pair = [q, k]
     for index in range(2):
         if norms_pre:
-            pair[index] = norms_pre[index](pair[index])
+            pair[index] = norms_pre[index](pair[index], unit)
         if rotary:
-            pair[index] = rope(pair[index], *rotary)
+            pair[index] = rope(pair[index], *rotary, unit)
         if norms_post:
-            pair[index] = norms_post[index](pair[index])
-    return rounded(pair[0]), rounded(pair[1]), v
+            pair[index] = norms_post[index](pair[index], unit)
+    return pair[0].rounded(dtype), pair[1].rounded(dtype), v
 
 
 def attention(
-    q: Tensor,
+    q: Bounded,
     prior: list[tuple[Tensor, Tensor]],
-    k: Tensor,
-    v: Tensor,
+    k: Bounded,
+    v: Bounded,
     seen_prior: list[Tensor],
     seen_active: Tensor,
     *,
+    arithmetic: Arithmetic,
     scale: float,
     sink: Tensor | None,
-) -> Tensor:
+) -> Bounded:
     """[B, H, S, d], one sequence, head and token at a time.
 
     Args:
@@ -85,19 +157,48 @@ def attention(
         seen_prior: for each sequence [H, S, length] bool.
         seen_active: [S (key), B, H, S (query)] bool.
     """
-    out = torch.zeros_like(q)
-    heads, tokens = q.shape[1:3]
-    for row in range(len(q)):
+    out, radius = torch.zeros_like(q.value), torch.zeros_like(q.value)
+    heads, tokens = q.value.shape[1:3]
+    for row in range(len(out)):
         for head in range(heads):
-            kv = head // (heads // k.shape[1])
-            keys = torch.cat([prior[row][0][kv].double(), k[row, kv]])
-            values = torch.cat([prior[row][1][kv].double(), v[row, kv]])
+            kv = head // (heads // k.value.shape[1])
+            keys = concatenate([Bounded.exact(prior[row][0][kv]), k[row, kv]], 0)
+            values = concatenate([Bounded.exact(prior[row][1][kv]), v[row, kv]], 0)
             for token in range(tokens):
                 seen = torch.cat([seen_prior[row][head, token], seen_active[:, row, head, token]])
-                scores = keys[seen] @ q[row, head, token] * scale
-                if sink is not None:
-                    scores = torch.cat([scores, sink[head].double()])
-                if len(scores):
-                    weights = scores.softmax(0)[: int(seen.sum())]
-                    out[row, head, token] = weights @ values[seen]
-    return out
+                if bool(seen.any()):
+                    result = _row(
+                        q[row, head, token],
+                        keys[seen],
+                        values[seen],
+                        arithmetic,
+                        scale,
+                        None if sink is None else sink[head].double(),
+                    )
+                    out[row, head, token], radius[row, head, token] = result.value, result.radius
+    return Bounded(out, radius).rounded(arithmetic.dtype)
+
+
+def _row(
+    q: Bounded, keys: Bounded, values: Bounded, arithmetic: Arithmetic, scale: float, sink: Tensor | None
+) -> Bounded:
+    """One query's attention to the keys it sees, before the last rounding.
+
+    Rounded to the dtype on the way: the exponentials of 16-bit inputs, a fused call's partial, and what CP exchanges.
+    """
+    unit, rounding = arithmetic.unit, arithmetic.rounding
+    scores = keys.value @ q.value * scale
+    total = torch.logsumexp(scores if sink is None else torch.cat([scores, sink]), 0)
+    weights = (scores - total).exp()
+    products = keys.largest @ q.largest * scale
+    wobble = (keys.largest @ q.radius + keys.radius @ q.value.abs()) * scale
+    wobble = wobble + (2 * len(q.value) ** 0.5 + 4) * unit * products + 8 * unit * (scores.abs() + total.abs() + 1)
+    # All weights share a denominator that the wobble of their scores moves as well.
+    shared = (1 + (weights * wobble.expm1()).sum()).log()
+    relative = (wobble + shared).expm1()
+    if arithmetic.dtype.itemsize == 2:
+        relative = relative + rounding + FUSED_EXP_ERROR
+    magnitude = weights @ values.value.abs()
+    radius = (weights * (1 + relative)) @ values.radius + (weights * relative) @ values.value.abs()
+    radius += (2 * rounding + (2 * len(weights) ** 0.5 + 32) * unit) * magnitude
+    return Bounded(weights @ values.value, radius)

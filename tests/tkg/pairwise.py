@@ -37,8 +37,8 @@ SWITCHES: dict[str, tuple[object, ...]] = {
     "post": ("", "plain", "gamma"),
     "rope": ("", "contiguous", "interleaved", "contiguous partial", "interleaved partial"),
     "out": ("", "plain", "bias", "transposed"),
-    "qkv_type": ("NONE", "STATIC", "ROW"),
-    "out_type": ("NONE", "STATIC", "ROW"),
+    "qkv_type": ("NONE", "STATIC", "ROW", "MX", "STATIC_MX", "ROW_MX"),
+    "out_type": ("NONE", "STATIC", "ROW", "MX", "STATIC_MX", "ROW_MX"),
     "in_sb": (False, True),
     "lnc": (1, 2),
     "update": (True, False),
@@ -57,9 +57,9 @@ def valid(case: Case) -> bool:
     return not (
         (case.cache.endswith("3") and case.kv_heads > 1)
         or (case.cache.startswith("packed") and not case.fp8)
-        or (case.fp8 and case.dtype not in (torch.float64, torch.float32))
-        # Activations are rounded to float8: in float64 no error is large enough to tip one over.
-        or ("STATIC" in (case.qkv_type, case.out_type) and case.dtype != torch.float64)
+        or ("MX" in (case.qkv_type, case.out_type) and case.dtype.itemsize != 2)
+        or ("MX" in case.qkv_type and not case.by_4)
+        or ("MX" in case.out_type and case.q_heads * case.head_dim % 32)
         or (not case.fp8 and "STATIC" not in (case.qkv_type, case.out_type) and case.dtype_mode != "NON_OCP")
         or (not case.out and case.out_type != "NONE")
         or (not case.block and case.cp > 1 and (several_owners or case.tokens > 4))
@@ -104,6 +104,8 @@ def _random_case(rng: random.Random, seed: int) -> Case:
         values["fp8"], values["dtype_mode"] = "", "NON_OCP"
     if not values["out"]:
         values["out_type"] = "NONE"
+    if "MX" in str(values["qkv_type"]):
+        values["hidden"], values["by_4"] = 512, True
     if cp == 1:
         values["layout"], values["cp_mode"] = "round_robin", None
     if kvdp == 1:

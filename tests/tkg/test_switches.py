@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
+import torch
 
 from tests.tkg.case import Case
 from tests.tkg.compare import check_rank
@@ -46,6 +47,8 @@ def single_switches() -> list[Case]:
                 extra["kv_heads"] = 1
             if name == "in_sb" and value:
                 cases += [replace(PLAIN, in_sb=True, out=out, lnc=lnc) for out in SWITCHES["out"] for lnc in (1, 2)]
+            if name in ("qkv_type", "out_type") and "MX" in str(value):
+                extra |= {"hidden": 512, "by_4": True, "dtype": torch.bfloat16}
             cases.append(replace(PLAIN, **{**extra, name: value}))
     return list(dict.fromkeys(cases))
 
