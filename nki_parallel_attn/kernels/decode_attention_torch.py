@@ -97,7 +97,7 @@ def attend_full_mask(state: RunningSoftmax, q: Tensor, prior: PriorCache, mask: 
         rows, start = slice(row, row + 1), 0
         seen = mask[:, row].flatten(1).any(1).nonzero()[:, 0]
         stop = int(seen[-1]) + 1 if len(seen) else 0
-        for piece in prior.read(rows, 0, stop):
+        for piece in prior.read(rows, 0, stop, widened=True):
             visible = mask[start : start + piece.k.shape[2], rows]
             start += piece.k.shape[2]
             if piece.present is None and bool(visible.all()):

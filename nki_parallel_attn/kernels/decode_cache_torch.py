@@ -26,7 +26,7 @@ from nki_parallel_attn.topology.block_tables import ABSENT
 from nki_parallel_attn.topology.paged_cache import unpack_fp8_k
 
 FP8_DTYPES = (FP8, torch.uint8)
-# Slots that are read at once, over the KV heads: K and V of 8192 x 128 in bfloat16 are 4 MiB, which a core's share of
+# Slots that are read at once: K and V of 8192 x 128 in bfloat16 are 4 MiB, which a core's share of
 # the last cache level holds. With fewer slots, merging takes a good part of the time that attention takes.
 PIECE_SLOTS = 8192
 SKIP_UPDATE = torch.iinfo(torch.uint32).max
@@ -55,10 +55,11 @@ class PriorCache:
 
     batched = False
 
-    def read(self, rows: slice, start: int, stop: int) -> Iterator[Piece]:
-        """Slots [start, stop) of the sequences `rows` (one, unless `batched`), in order, at most PIECE_SLOTS at once.
+    def read(self, rows: slice, start: int, stop: int, *, widened: bool = False) -> Iterator[Piece]:
+        """Slots [start, stop) of the sequences `rows` (one, unless `batched`), in order.
 
-        A piece may lie in scratch: use it before the next one.
+        A piece has at most PIECE_SLOTS; over all KV heads where it lies in scratch, and must be used before the next
+        one, or where it will be `widened` by the caller; else of each.
         """
         raise NotImplementedError
 
@@ -76,9 +77,10 @@ class FlatPrior(PriorCache):
         self.step = max(128, PIECE_SLOTS // self.k.shape[1])
         self.scratch = None if self.batched else _scratch(self.k.shape[1], self.step, self.k.shape[3], dtype, self.k)
 
-    def read(self, rows: slice, start: int, stop: int) -> Iterator[Piece]:
-        for at in range(start, stop, self.step):
-            end = min(at + self.step, stop)
+    def read(self, rows: slice, start: int, stop: int, *, widened: bool = False) -> Iterator[Piece]:
+        step = self.step if widened or self.scratch is not None else PIECE_SLOTS
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
             k, v = self.k[rows, :, at:end], self.v[rows, :, at:end]
             if self.scratch is not None:
                 k, v = (_copy(t, kept[:, :, : end - at]) for t, kept in zip((k, v), self.scratch, strict=True))
@@ -101,7 +103,7 @@ class BlockPrior(PriorCache):
         self.scratch = _scratch(self.kv_heads, slots, self.dim, dtype, self.k)
         self.bytes = _scratch(self.kv_heads, slots, self.dim, torch.uint8, self.k)[0] if self.fp8 else self.k
 
-    def read(self, rows: slice, start: int, stop: int) -> Iterator[Piece]:
+    def read(self, rows: slice, start: int, stop: int, *, widened: bool = False) -> Iterator[Piece]:
         if stop <= start:
             return
         first, last = start // self.block_len, -(-stop // self.block_len)
