@@ -85,14 +85,18 @@ def prefill_batch(
 def hand_over(
     source: ShardingPlan, plan: ShardingPlan, caches: KVCaches, lengths: Sequence[int]
 ) -> tuple[KVCaches, int]:
-    """Caches of `plan` from those of `source`, and the bytes that this rank sent for them: the same where both plans
-    describe the same cache, else redistributed once."""
+    """Caches of `plan` from those that `prefill_batch` filled for `source`, and the bytes that this rank sent for them.
+
+    The very same caches where both plans describe the same cache, with as many blocks; else redistributed once.
+    """
     try:
         plan.check_same_cache(source)
+        if plan.blocks_per_sequence() == source.blocks_per_sequence():
+            return caches, 0
     except PlanError:
-        moved, sent = plan.redistribute(source, [*caches.k, *caches.v], lengths)
-        return KVCaches(moved[: len(caches.k)], moved[len(caches.k) :]), sent
-    return caches, 0
+        pass
+    moved, sent = plan.redistribute(source, [*caches.k, *caches.v], lengths)
+    return KVCaches(moved[: len(caches.k)], moved[len(caches.k) :]), sent
 
 
 class KVParallelDecode:
@@ -149,6 +153,9 @@ class KVParallelDecode:
         self._check_caches()
         held, width = plan.batch_per_rank(len(lengths)), plan.blocks_per_sequence()
         if sequences is None:
+            if caches.k[0].shape[0] != held * width:
+                expected = f"{held} x {width} in order, or `sequences` beside them"
+                raise ArgumentError("caches", f"{caches.k[0].shape[0]} blocks", expected)
             sequences = [range(row * width, (row + 1) * width) for row in range(held)]
         if len(sequences) != held:
             raise ArgumentError("sequences", f"{len(sequences)} sequences", f"{held}, which this rank holds")

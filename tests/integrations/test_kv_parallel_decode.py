@@ -75,7 +75,7 @@ def decode_on_this_rank(
         decoder, first, rank, prompts, groups=first.process_groups(), kv_dtype=FP8 if fp8 else None
     )
     handed, sent = hand_over(first, second, caches, lengths)
-    assert (handed is caches) == (sent == 0 and handed.k[0] is caches.k[0])
+    assert (handed is caches) == in_place(prefill, decode) and (sent == 0 or handed is not caches)
     run = KVParallelDecode(decoder, second, rank, handed, lengths, groups=second.process_groups())
     assert run.cache_bytes == second.memory(batch=len(lengths), dtype=handed.dtype).per_rank
     states, chosen = [hidden], [run.greedy(hidden)]
@@ -102,8 +102,16 @@ CASES: dict[str, tuple[DecoderConfig, list[int], dict[str, Any], dict[str, Any]]
     "kvdp+cp": (MIXED, [12, 3, 21, 8], {"kvp": 4}, {"kvdp": 2, "cp": 2}),
     "kvdp+cp, eight ranks": (GQA, [12, 3, 21, 8], {"kvp": 8}, {"kvdp": 2, "cp": 4}),
     "kvdp+cp, strided": (MIXED, [12, 3], {"kvp": 4, "tp": 8}, {"kvdp": 2, "cp": 2, "tp": 8, "rank_order": "strided"}),
+    "cp, room for more tokens": (GQA, [13, 9], {"kvp": 2, "max_seq_len": 20}, {"cp": 2, "max_seq_len": 80}),
+    "cp, room for less": (GQA, [13, 9], {"kvp": 2, "max_seq_len": 80}, {"cp": 2}),
     "tensor parallel to cp": (MIXED, [12, 3], {"kvp": 1, "tp": 4}, {"cp": 2, "tp": 4}),
 }
+
+
+def in_place(prefill: dict[str, Any], decode: dict[str, Any]) -> bool:
+    """Whether decoding goes on in the prefill's own caches."""
+    same_ranks = prefill.get("kvp", 1) == decode.get("cp", 1) and decode.keys() <= {"cp", "tp"}
+    return same_ranks and "max_seq_len" not in prefill
 
 
 def world_of(prefill: dict[str, Any], decode: dict[str, Any]) -> int:
@@ -166,7 +174,7 @@ def refused_on_this_rank(fault: str) -> None:
         ("odd batch", "kvdp divides batch"),
         ("prefill plan", "a decoding plan"),
         ("other shape", "the decoder's shape"),
-        ("too few blocks", r"block in \[0, 1\)"),
+        ("too few blocks", "1 x 3 in order"),
         ("a layer less", "one for each of 2 layers"),
         ("one token", "one per sequence"),
         ("vocabulary", r"ids in \[0, 89\)"),
