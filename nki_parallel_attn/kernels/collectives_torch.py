@@ -104,7 +104,11 @@ class Exchange(ABC):
 
     @contextmanager
     def round(self) -> Iterator[Round]:
-        """A `Round`, one at a time. Over shared memory an exception inside it also stops the peers, at once."""
+        """A `Round`, one at a time. Over shared memory an exception inside it also stops the peers, at once.
+
+        Over torch.distributed peers wait for this rank until it ends or their timeout is over: nothing ends a wait of
+        gloo, neither the backend's abort() nor its shutdown() on this side, and a wait with a timeout breaks the group.
+        """
         if self._in_round:
             raise RuntimeError("a round of this exchange is already open")
         self._in_round = True
