@@ -27,10 +27,10 @@ BANK_COLUMNS = 512  # of float32, which fill a PSUM bank
 STORED_COLUMNS = 2048  # 4 KiB of 16-bit results per row and transfer, where DMA is near its peak
 ACCUMULATORS = 6  # of PSUM's 8 banks; transposes need the others
 ROWS_PER_CHUNK = 1024
-# Bytes per partition of SBUF: a block of weights, of which there are two if one does not do, and a chunk of tokens, of
-# which there are always two.
+# Bytes per partition of SBUF: a block of weights, of which there are two if one does not do; and these with two chunks
+# of tokens, out of the 224 KiB of trn2. Results on their way out take the rest.
 BLOCK_BYTES = 72 * 1024
-CHUNK_BYTES = 24 * 1024
+OPERAND_BYTES = 200 * 1024
 
 Tensor = Any
 
@@ -88,8 +88,9 @@ def output_projection_cte(
 
     results = Results(out, out_s_offset, weights.scale)
     blocks = _blocks(nl.program_id(0) * columns, columns, weights.bytes_per_column)
-    rows = max(min(ROWS_PER_CHUNK, CHUNK_BYTES // activations.bytes_per_row // PARTITIONS * PARTITIONS), PARTITIONS)
-    chunks = tiles_of(0, activations.batch * activations.length, rows)
+    block_bytes = blocks[0][1] * weights.bytes_per_column * min(len(blocks), 2)
+    fitting = (OPERAND_BYTES - block_bytes) // 2 // activations.bytes_per_row // PARTITIONS * PARTITIONS
+    chunks = tiles_of(0, activations.batch * activations.length, max(min(ROWS_PER_CHUNK, fitting), PARTITIONS))
 
     chunk = activations.load(chunks[0][0], chunks[0][1])
     block = weights.load(blocks[0][0], blocks[0][1])
