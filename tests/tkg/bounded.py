@@ -3,9 +3,9 @@
 The value follows the documented roundings; the radius is how far a computation that rounds at the same points, but sums
 in another precision and order, can be from it: running error analysis (Higham, Accuracy and Stability of Numerical
 Algorithms, section 3.3). A rounding mostly makes a radius zero again; where the value lies so close to the middle of
-two neighbours that it may fall to either, the radius becomes their distance. A sum of n products is taken to be off by
-(2 sqrt(n) + 4) u times the sum of their magnitudes (Higham and Mary 2019; twice, for with float64 inputs the oracle
-errs as much as what it judges).
+two neighbours that it may fall to either, the radius becomes their distance. A sum of n products of either sign is
+taken to be off by (4 sqrt(n) + 8) u times the root of the sum of their squares: its roundings are independent, each at
+most u times a partial sum (Higham and Mary 2020, on random data).
 """
 
 from __future__ import annotations
@@ -60,9 +60,14 @@ class Bounded:
 
     def matmul(self, weight: Tensor, unit: float) -> Bounded:
         """Times an exact matrix, summed with unit roundoff `unit`."""
-        error = (2 * weight.shape[0] ** 0.5 + 4) * unit
-        return Bounded(self.value @ weight, self.radius @ weight.abs() + error * (self.largest @ weight.abs()))
+        error = sum_error(len(weight), unit) * (self.largest.square() @ weight.square()).sqrt()
+        return Bounded(self.value @ weight, self.radius @ weight.abs() + error)
 
 
 def concatenate(parts: list[Bounded], dim: int) -> Bounded:
     return Bounded(torch.cat([p.value for p in parts], dim), torch.cat([p.radius for p in parts], dim))
+
+
+def sum_error(count: int, unit: float) -> float:
+    """Of a sum of `count` products, relative to the root of the sum of their squares."""
+    return (4 * count**0.5 + 8) * unit

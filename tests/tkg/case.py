@@ -199,15 +199,15 @@ class Case:
         """As the cache holds it."""
         if not self.fp8:
             return tokens
-        return oracle.to_float8(tokens.times(scale).widened(2 * self.arithmetic.unit), self.top)
+        return oracle.scaled_to_float8(tokens, scale, self.top, self.arithmetic.wide)
 
     def product(self, x: Bounded, weight: Tensor, kind: str, columns: Tensor | float) -> Bounded:
         """x [T, K] times a weight [K, N] of float64 values, as its quantisation type does it."""
-        unit = self.arithmetic.unit
+        unit, wide = self.arithmetic.unit, self.arithmetic.wide
         if kind in ("STATIC", "STATIC_MX"):
-            x = oracle.static_input(x, INPUT_SCALE, self.top if kind == "STATIC" else 448.0, unit)
+            x = oracle.static_input(x, INPUT_SCALE, self.top if kind == "STATIC" else 448.0, wide)
         elif kind == "ROW_MX":
-            x = oracle.row_input(x, 448.0, unit)
+            x = oracle.row_input(x, 448.0, wide)
         elif kind == "MX":
             x = oracle.mx_input(x)
         return x.matmul(weight, unit).times(columns).widened(4 * unit)

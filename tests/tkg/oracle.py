@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.tkg.bounded import Bounded, concatenate
+from tests.tkg.bounded import Bounded, concatenate, sum_error
 
 # torch's fused CPU attention takes a cheaper exponential for 16-bit inputs, see tests/tolerance.py.
 from tests.tolerance import FUSED_EXP_ERROR
@@ -29,7 +29,12 @@ class Arithmetic:
     @property
     def unit(self) -> float:
         """Unit roundoff of what is between two roundings to the dtype."""
-        return torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32).eps / 2
+        return torch.finfo(self.wide).eps / 2
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What is computed in between."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def rounding(self) -> float:
@@ -71,24 +76,33 @@ def rope(x: Bounded, cos: Tensor, sin: Tensor, contiguous: bool, unit: float) ->
     return Bounded(value, radius)
 
 
-def to_float8(x: Bounded, maximum: float) -> Bounded:
-    return x.through(lambda t: t.clamp(-maximum, maximum).to(FP8).double())
+def to_float8(x: Tensor, maximum: float) -> Tensor:
+    return x.clamp(-maximum, maximum).to(FP8).double()
 
 
-def static_input(x: Bounded, scale: float, maximum: float, unit: float) -> Bounded:
-    """What STATIC makes of activations, dequantised."""
-    return to_float8(x.times(1 / scale).widened(2 * unit), maximum).times(scale)
+def scaled_to_float8(x: Bounded, scale: float, maximum: float, wide: torch.dtype) -> Bounded:
+    """As a cache holds tokens: the product with `scale`, rounded to `wide` and then to float8."""
+    return x.through(lambda t: to_float8(t.to(wide) * torch.tensor(scale, dtype=wide), maximum))
 
 
-def row_input(x: Bounded, maximum: float, unit: float) -> Bounded:
+def static_input(x: Bounded, scale: float, maximum: float, wide: torch.dtype) -> Bounded:
+    """What STATIC makes of activations, dequantised: the quotient is rounded to `wide`, as is documented."""
+    elements = x.through(lambda t: to_float8(t.to(wide) / torch.tensor(scale, dtype=wide), maximum))
+    return elements.times(scale)
+
+
+def row_input(x: Bounded, maximum: float, wide: torch.dtype) -> Bounded:
     """What ROW_MX makes of activations [T, K], each row by its own largest magnitude, dequantised."""
-    scale = x.value.abs().amax(-1, keepdim=True) / maximum
-    wobble = x.radius.amax(-1, keepdim=True) / maximum + unit * scale
-    scale, relative = scale.clamp(min=2.0**-126), wobble / scale.clamp(min=2.0**-126)
-    quotient = x.times(1 / scale)
-    quotient = Bounded(quotient.value, quotient.radius + quotient.largest * (relative + 2 * unit))
-    elements = to_float8(quotient, maximum)
-    return Bounded(elements.value * scale, elements.radius * scale * (1 + relative) + elements.largest * wobble)
+
+    def step(largest: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        scale = (largest.amax(-1, keepdim=True).to(wide) / maximum).clamp(min=2.0**-126)
+        return scale, lambda t: to_float8(t.to(wide) / scale, maximum) * scale.double()
+
+    magnitude = x.value.abs()
+    ends = [step(m) for m in (magnitude, (magnitude - x.radius).clamp(min=0), magnitude + x.radius)]
+    between = (ends[2][0] - ends[1][0]).double() / ends[0][0].double()
+    found = x.through(*(change for _, change in ends))
+    return Bounded(found.value, found.radius + between * found.largest)
 
 
 def mx_input(x: Bounded) -> Bounded:
@@ -190,9 +204,9 @@ def _row(
     scores = keys.value @ q.value * scale
     total = torch.logsumexp(scores if sink is None else torch.cat([scores, sink]), 0)
     weights = (scores - total).exp()
-    products = keys.largest @ q.largest * scale
+    products = (keys.largest * q.largest).norm(dim=-1) * scale
     wobble = (keys.largest @ q.radius + keys.radius @ q.value.abs()) * scale
-    wobble = wobble + (2 * len(q.value) ** 0.5 + 4) * unit * products + 8 * unit * (scores.abs() + total.abs() + 1)
+    wobble = wobble + sum_error(len(q.value), unit) * products + 8 * unit * (scores.abs() + total.abs() + 1)
     # All weights share a denominator that the wobble of their scores moves as well.
     shared = (1 + (weights * wobble.expm1()).sum()).log()
     relative = (wobble + shared).expm1()

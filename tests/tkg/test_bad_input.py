@@ -37,6 +37,10 @@ FP8 = Case(**RANKS, cache="packed4", fp8="fp8")
 TRANSPOSED = Case(**RANKS, transposed_in=True, cache="flat_t")
 BY_4 = Case(**RANKS, by_4=True, hidden=512)
 
+STATIC = Case(**RANKS, qkv_type="STATIC", out_type="ROW", out="plain", head_dim=6)
+MX = Case(**{**RANKS, "dtype": torch.bfloat16}, qkv_type="MX", out_type="MX", out="plain", by_4=True, hidden=512)
+STATIC_MX = Case(**RANKS, qkv_type="STATIC_MX", out_type="ROW_MX", out="plain", by_4=True, hidden=512)
+
 
 def edit(name: str, value: Any, *index: int) -> Any:
     """One element of a tensor."""
@@ -58,6 +62,10 @@ def cast(name: str, dtype: torch.dtype) -> Any:
     return lambda arguments: {name: arguments[name].to(dtype)}
 
 
+def whole(name: str, value: float) -> Any:
+    return lambda arguments: {name: torch.full(arguments[name].shape, value).to(arguments[name].dtype)}
+
+
 def same_slot(arguments: dict[str, Any]) -> dict[str, Any]:
     index = arguments["kv_cache_update_idx"].to(torch.int64)
     index[:] = 5
@@ -65,6 +73,7 @@ def same_slot(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 ONE = torch.ones(1, 1)
+FLOAT8 = torch.float8_e4m3fn
 
 # name: case, what to change on one rank, the argument that the error must name
 BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
@@ -148,6 +157,34 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "bias without W_out": (FLAT, {"W_out": None}, "bias_out"),
     "transposed_out without W_out": (FULL, {"transposed_out": True}, "transposed_out"),
     "quantised without W_out": (FULL, {"quantization_type_out": QuantizationType.ROW}, "quantization_type_out"),
+    "quantization type of W_out": (FLAT, {"quantization_type_out": None}, "quantization_type_out"),
+    "STATIC without scale": (STATIC, {"weight_dequant_scale_qkv": None}, "weight_dequant_scale_qkv"),
+    "STATIC without input scale": (STATIC, {"input_dequant_scale_qkv": None}, "input_dequant_scale_qkv"),
+    "STATIC scale shape": (STATIC, cut("weight_dequant_scale_qkv", 1), "weight_dequant_scale_qkv"),
+    "STATIC input scale 0": (STATIC, {"input_dequant_scale_qkv": 0 * ONE}, "input_dequant_scale_qkv"),
+    "STATIC weight dtype": (STATIC, cast("W_qkv", torch.float32), "W_qkv"),
+    "STATIC weight beyond 240": (STATIC, whole("W_qkv", 256.0), "W_qkv"),
+    "STATIC weight packed": (STATIC_MX, {"quantization_type_qkv": QuantizationType.STATIC}, "W_qkv"),
+    "ROW scale rows differ": (STATIC, edit("weight_dequant_scale_out", 9.0, 1, 2), "weight_dequant_scale_out"),
+    "ROW with input scale": (STATIC, {"input_dequant_scale_out": ONE}, "input_dequant_scale_out"),
+    "MX on trn2": (MX, {"target": "trn2"}, "quantization_type_qkv"),
+    "MX without is_h_transposed_by_4": (MX, {"is_h_transposed_by_4": False}, "is_h_transposed_by_4"),
+    "MX of float32": (MX, lambda a: {n: a[n].float() for n in ("X", "K_cache", "V_cache")}, "X"),
+    "MX weight not packed": (MX, lambda a: {"W_qkv": a["W_qkv"][..., 0]}, "W_qkv"),
+    "MX weight dtype": (MX, lambda a: {"W_out": a["W_out"].float()}, "W_out"),
+    "MX weight lanes": (MX, lambda a: {"W_out": torch.zeros(8, 256, 3, dtype=FLOAT8)}, "W_out"),
+    "MX scales dtype": (MX, cast("weight_dequant_scale_qkv", torch.float32), "weight_dequant_scale_qkv"),
+    "MX scales shape": (MX, cut("weight_dequant_scale_out", 1), "weight_dequant_scale_out"),
+    "STATIC_MX of float4": (
+        STATIC_MX,
+        lambda a: {"W_qkv": torch.zeros(*a["W_qkv"].shape[:2], 2, dtype=torch.uint8)},
+        "W_qkv",
+    ),
+    "MX rows not whole blocks": (
+        STATIC,
+        {"quantization_type_out": QuantizationType.ROW_MX, "target": "trn3"},
+        "W_out",
+    ),
     "transposed_out of an odd H": (FLAT, lambda a: {"transposed_out": True, **halve_out(a)}, "W_out"),
     "transposed_in lnc": (TRANSPOSED, {"lnc": 2}, "X"),
     "transposed_in tokens": (TRANSPOSED, lambda a: {"X": a["X"].repeat(1, 1, 1, 17)}, "X"),
@@ -238,7 +275,7 @@ def test_one_bad_rank(rank):
             wrong.append((name, error))
     assert not wrong
     # The group still works.
-    for case in (FLAT, BLOCK, FULL, SWAPPED, FP8, TRANSPOSED, BY_4):
+    for case in (FLAT, BLOCK, FULL, SWAPPED, FP8, TRANSPOSED, BY_4, STATIC, MX, STATIC_MX):
         assert call(case, rank) is None
 
 

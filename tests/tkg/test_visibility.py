@@ -69,11 +69,10 @@ def test_bfloat16_and_float8_without_a_rounding_in_doubt():
     arguments = case.arguments(0)
     results = run_block([arguments], 1, 1)[0]
     check_rank(case, 0, arguments, results)
-    for cache, new, scale in ((arguments["K_cache"], k, case.k_scale), (arguments["V_cache"], v, case.v_scale)):
-        assert cache.numel() and new.shape == (4, 1, 2, 16) and scale
+    assert not k.radius.any() and not v.radius.any()
     stored = arguments["V_cache"].double()
     slots = arguments["kv_cache_update_idx"].to(torch.int64)
-    assert torch.equal(stored[slots // 4, 0, slots % 4], v[:, 0])
+    assert torch.equal(stored[slots // 4, 0, slots % 4], v.value[:, 0])
 
 
 def test_absent_blocks_contribute_nothing():
