@@ -141,6 +141,11 @@ class DecodeReport:
         names = dict.fromkeys([*planned, *(name for total in measured for name, count in total.items() if count)])
         return {name: (max(total[name] for total in measured) / self.steps, planned.get(name, 0)) for name in names}
 
+    def sent_per_token(self) -> tuple[float, float]:
+        """All collectives together, by the number of sequences that a step advances."""
+        measured, planned = (sum(column) / len(self.lengths) for column in zip(*self.sent().values(), strict=True))
+        return measured, planned
+
     def _planned(self) -> dict[str, int]:
         """Bytes of one step, all layers. An all-reduce is a reduce-scatter and an all-gather of padded parts."""
         plan, config, batch = self.decode, self.config, len(self.lengths)
@@ -197,6 +202,8 @@ class DecodeReport:
         _section(table, f"sent by one rank in one step, all layers ({self.ranks[0].transport})")
         for name, (measured, planned) in self.sent().items():
             _row(table, name, *_bytes_against(measured, planned))
+        if self.decode.tp > 1:
+            _row(table, "together, per token", *_bytes_against(*self.sent_per_token()))
         _section(table, "time of the slowest rank, waiting included")
         for stage, seconds in self.seconds().items():
             _row(table, stage, f"{1000 * seconds:.1f} ms", "", "")
@@ -228,6 +235,7 @@ class DecodeReport:
             "kv_cache_bytes_per_rank": pair(*self.cache_bytes()),
             "redistributed_bytes": pair(*self.moved_bytes()),
             "sent_bytes_per_step": {name: pair(*counts) for name, counts in self.sent().items()},
+            "sent_bytes_per_token": pair(*self.sent_per_token()) if self.decode.tp > 1 else pair(0, 0),
             "seconds": self.seconds(),
             "step_seconds": self.step_seconds(),
             "tokens_per_second": self.tokens_per_second,

@@ -25,6 +25,8 @@ def test_a_hundred_steps_without_arguments(tmp_path: Path) -> None:
     assert len(report["sent_bytes_per_step"]) == 4
     for sent in report["sent_bytes_per_step"].values():
         assert sent["measured"] == sent["planned"] > 0
+    together = sum(sent["measured"] for sent in report["sent_bytes_per_step"].values())
+    assert report["sent_bytes_per_token"] == {"measured": together, "planned": together}
     assert report["tokens_per_second"] > 0
 
 

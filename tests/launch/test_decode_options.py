@@ -53,6 +53,7 @@ def reported(ranks: int, tmp_path: Path, *arguments: str, transport: str = "") -
     for figures in (
         report["kv_cache_bytes_per_rank"],
         report["redistributed_bytes"],
+        report["sent_bytes_per_token"],
         *report["sent_bytes_per_step"].values(),
     ):
         assert figures["measured"] == figures["planned"], report
