@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nki_parallel_attn.kernels.element_wise import Pieces
+from nki_parallel_attn.kernels.element_wise import Constants, Pieces
 from nki_parallel_attn.kernels.exchanged_partials import ExchangedPartials
 from nki_parallel_attn.kernels.gathered_queries import GatheredQueries
 from nki_parallel_attn.kernels.merge_partials import leave_empty
@@ -28,18 +28,22 @@ from nki_parallel_attn.nki import nisa, nki, nl
 # Bytes per partition of one exchange's gathered queries and of its accumulators.
 QUERY_BYTES = 8 * 1024
 ACCUMULATOR_BYTES = 18 * 1024
+# Exchanges between the one whose queries are gathered and the one that is attended.
+AHEAD = 2
 LEAST_SCALE = 1e-6
 # GpSimd's cycles for pieces of element-wise work: per column of scores that the other engines take, less what it does
 # for them itself.
-CYCLES_PER_COLUMN = 1.4
+CYCLES_PER_COLUMN = 1.0
 CYCLES_PER_MAXIMUM = 164
 # Columns of scores between two batches of K or V that are prepared ahead.
 COLUMNS_PER_BATCH = 2048
+# Columns of scores after which K and V are there that are read when they are announced.
+COLUMNS_BEFORE_PREPARING = 4096
 CYCLES_PER_STEP = 1000
 # Columns of scores between two steps of an exchange, so that no engine waits for another's part of the first.
-COLUMNS_PER_STEP = 1024
+COLUMNS_PER_STEP = 2048
 # Columns of scores between an all-to-all and its merge: collective and reads take as long.
-COLUMNS_BEFORE_MERGE = 16384
+COLUMNS_BEFORE_MERGE = 20480
 
 
 @nki.jit  # type: ignore[untyped-decorator]
@@ -85,20 +89,37 @@ def attention_kv_parallel_segmented_cte(
     layout = SlotLayout(ranks, block_size, limit, -1 if apc_mode else global_q_offset, known, sliding_window)
     call = Call(q, tp_out, replica_groups, group_size, seg_size, scale, layout)
     # All reads are issued in the order in which they are needed: they share the DMA engines.
-    for queries in call.queries[:2]:
-        queries.read()
-        queries.gather()
+    call.queries[0].read()
     offset = local_offset(kvp_q_offset, kvp_rank_id if kvp_group_size > 0 else None, block_size)
+    call.queries[0].gather()
     offset_fp32 = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=offset_fp32, src=offset)
     if v_scale is not None:
         call.v_scale = nl.ndarray((call.rows, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.dma_copy(dst=call.v_scale, src=v_scale[: call.rows, :])
     call.kv = PagedKV(
-        layout, k_cache, v_cache, block_tables, offset, q.shape[1], q.dtype, call.transposer, fp8_packed, k_scale
+        layout,
+        k_cache,
+        v_cache,
+        block_tables,
+        offset,
+        q.shape[1],
+        q.dtype,
+        call.transposer,
+        fp8_packed,
+        k_scale,
+        call.constants,
     )
-    call.kv.read(call.kv.segment(0, 0), 1)
+    first = call.kv.segment(0, 0)
+    for queries in call.queries[1:2]:
+        queries.read()
+        queries.gather()
+    call.kv.read(first, 1)
     call.queries[0].load()
+    call.kv.read(first, 2)
+    for queries in call.queries[2:AHEAD]:
+        queries.read()
+        queries.gather()
     masks = SlotMasks(layout, call.rows, offset_fp32[: call.rows, :])
     call.pipeline = Pipeline(call.rows, layout.tile, call.dim, q.dtype, call.score_scale, call.transposer, masks)
     call.attend()
@@ -108,14 +129,14 @@ def attention_kv_parallel_segmented_cte(
 def exchange_bounds(tiles: int, size: int) -> list[tuple[int, int]]:
     """First and last tile (exclusive) of each exchange.
 
-    The first and the last ones of many are small: nothing runs while the first is gathered and the last merged.
+    The last ones of many are small: nothing runs while the last is merged.
     """
-    quarter, half = -(-size // 4), -(-size // 2)
-    low, high = ([half], [half, quarter]) if tiles >= 4 * size else ([], [])
-    middle = tiles - sum(low) - sum(high)
+    half = -(-size // 2)
+    high = [half, half] if tiles >= 4 * size else []
+    middle = tiles - sum(high)
     full = [min(size, middle - start) for start in range(0, middle, size)]
     edges = [0]
-    for length in low + full + high:
+    for length in full + high:
         edges.append(edges[-1] + length)
     return [(edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
 
@@ -187,6 +208,7 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         self.v_scale = None  # type: Any
         self.kv = None  # type: Any
         self.pipeline = None  # type: Any
+        self.constants = Constants()
         self.urgent = Pieces()
         self.pieces = Pieces()
         self.spare = 0.0
@@ -207,17 +229,12 @@ class Call(nl.NKIObject):  # type: ignore[misc]
             nisa.core_barrier(data=shared, cores=(0, 1), engine=nisa.engine.sync)
 
     def move_queries(self) -> None:
-        """Those of later exchanges: read three ahead, gathered two ahead, loaded one ahead."""
-        following = self.queries[self.number + 1 : self.number + 4]
-        if self.number == 0:
-            for queries in following[1:2]:
-                queries.read()
-        for queries in following[:1]:
+        """Those of later exchanges: loaded one ahead, read and gathered earlier."""
+        for queries in self.queries[self.number + 1 : self.number + 2]:
             queries.load()
-        for queries in following[1:2]:
-            queries.gather()
-        for queries in following[2:]:
+        for queries in self.queries[self.number + AHEAD : self.number + AHEAD + 1]:
             queries.read()
+            queries.gather()
 
     def attend(self) -> None:
         """All exchanges."""
@@ -232,19 +249,20 @@ class Call(nl.NKIObject):  # type: ignore[misc]
                 self.complete_one()
         while self.unsent:
             self.complete_one()
-        while self.due or self.pieces.waiting:
-            self.run_due(None)
+        # One exchange after the other: the last one's data are still on their way.
+        while self.due:
+            self.run_due(None, self.due[0][1])
             self.pieces.drain()
 
     def later(self, columns: int, exchange: Any, step: str) -> None:
         """Have `exchange` do `step` when the pipeline has taken so many more columns of scores."""
         self.due.append([self.pipeline.columns + columns, exchange, step])
 
-    def run_due(self, now: Any) -> None:
-        """Do what is due; with None one step of each exchange."""
+    def run_due(self, now: Any, only: Any) -> None:
+        """Do what is due now, without a time the next step of each exchange; of one exchange or of all."""
         waiting, self.due = self.due, []
         for item in waiting:
-            if now is None or item[0] <= now:
+            if (now is None or item[0] <= now) and (only is None or item[1] is only):
                 self.spare -= CYCLES_PER_STEP
                 item[1].run(item[2])
             else:
@@ -261,14 +279,14 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         if now >= self.prepare_at:
             self.prepare_at = now + COLUMNS_PER_BATCH
             self.kv.prepare_ahead()
-        self.run_due(now)
+        self.run_due(now, None)
         if self.unsent[0].normalised and self.may_send():
             self.unsent.pop(0).send()
 
     def may_send(self) -> bool:
         """Both cores do so at the same place among collectives: an exchange has its turn between two gathers."""
         oldest: int = self.unsent[0].number
-        gathers_to_come = self.number + 3 < len(self.queries)
+        gathers_to_come = self.number + 1 + AHEAD < len(self.queries)
         return oldest <= self.number - (2 if gathers_to_come else 1)
 
     def complete_one(self) -> None:
@@ -277,7 +295,7 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         if exchange.unfinished:
             self.pipeline.flush()
         while not exchange.normalised:
-            self.run_due(None)
+            self.run_due(None, exchange)
             self.urgent.drain()
         exchange.send()
 
@@ -300,7 +318,7 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         self.normalised = not self.mine
 
     def push_all(self) -> None:
-        """Push this core's units: by KV head, segment, tile, head. The last unit of a tile completes it."""
+        """Push this core's units: by KV head, segment, head, tile. The last unit of a tile completes it."""
         call, kv, layout = self.call, self.call.kv, self.call.layout
         partial = self.partials.partial
         per_kv_head = call.heads // kv.kv_heads
@@ -310,11 +328,11 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
             for number in range(kv.segments):
                 first = number * kv.segment_tiles
                 tiles = range(first, min(first + kv.segment_tiles, layout.tiles))
-                for t in range(len(self.mine)):
-                    row = self.mine[t] * call.rows
-                    visible = [tile for tile in tiles if not layout.hidden(tile, row, call.rows)]
-                    if visible:
-                        for head in range(kv_head * per_kv_head, (kv_head + 1) * per_kv_head):
+                for head in range(kv_head * per_kv_head, (kv_head + 1) * per_kv_head):
+                    for t in range(len(self.mine)):
+                        row = self.mine[t] * call.rows
+                        visible = [tile for tile in tiles if not layout.hidden(tile, row, call.rows)]
+                        if visible:
                             lasts[t] = len(items)
                             items.append([kv_head, number, t, head, visible])
         for t in range(len(self.mine)):
@@ -328,6 +346,7 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
             segment = kv.segment(kv_head, number)
             if i == 0 or items[i - 1][:2] != items[i][:2]:
                 self.announce_next(items[i:])
+                call.prepare_at = call.pipeline.columns + COLUMNS_BEFORE_PREPARING
             kv.prepare(segment, visible[-1] + 1 - segment.first)
             for start in range(0, len(visible), step):
                 part = visible[start : start + step]
@@ -349,13 +368,14 @@ class Exchange(nl.NKIObject):  # type: ignore[misc]
         for item in items:
             if item[0] != kv_head or item[1] != number:
                 first = item[1] * kv.segment_tiles
-                kv.announce(item[0], item[1], item[4][-1] + 1 - first)
+                kv.announce(item[0], item[1], item[4][-1] + 1 - first, False)
                 return
         # The next exchange begins with the first segment again.
         if self.number + 1 < len(call.queries) and call.queries[self.number + 1].mine:
             row = call.queries[self.number + 1].mine[-1] * call.rows
             tiles = range(min(kv.segment_tiles, layout.tiles))
-            kv.announce(0, 0, sum(1 for tile in tiles if not layout.hidden(tile, row, call.rows)))
+            seen = [tile for tile in tiles if not layout.hidden(tile, row, call.rows)]
+            kv.announce(0, 0, seen[-1] + 1 if seen else 0, self.number > 0)
 
     def finish(self, t: int) -> None:
         """A tile is complete."""

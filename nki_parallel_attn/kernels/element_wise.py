@@ -85,12 +85,21 @@ def gpsimd(dst: Any, data1: Any, data2: Any, op: Any) -> None:
     nisa.tensor_tensor(dst=dst, data1=data1, data2=data2, op=op, engine=nisa.engine.gpsimd)
 
 
-def gpsimd_constant(dst: Any, data: Any, value: float, op: Any) -> None:
-    """dst = data op value on GpSimd."""
-    column = nl.ndarray((data.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=column, value=value, engine=nisa.engine.gpsimd)
-    for dim in range(1, len(data.shape)):
-        if dim > 1:
-            column = column.expand_dim(dim)
-        column = column.broadcast(dim, data.shape[dim])
-    gpsimd(dst, data, column, op)
+class Constants(nl.NKIObject):  # type: ignore[misc]
+    """Numbers in every partition, for GpSimd, whose operands are tiles."""
+
+    def __init__(self) -> None:
+        self.columns = {}  # type: dict[str, Any]
+
+    def apply(self, dst: Any, data: Any, value: float, op: Any) -> None:
+        """dst = data op value on GpSimd."""
+        key = str(value)
+        if key not in self.columns:
+            self.columns[key] = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.memset(dst=self.columns[key], value=value, engine=nisa.engine.gpsimd)
+        operand = self.columns[key][: data.shape[0], :]
+        for dim in range(1, len(data.shape)):
+            if dim > 1:
+                operand = operand.expand_dim(dim)
+            operand = operand.broadcast(dim, data.shape[dim])
+        gpsimd(dst, data, operand, op)

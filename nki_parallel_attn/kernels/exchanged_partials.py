@@ -35,12 +35,14 @@ class ExchangedPartials(nl.NKIObject):  # type: ignore[misc]
 
     def outputs(self, count: int) -> int:
         """Elements of a row's outputs for one rank, and `count` tiles; the log-sum-exps after them are aligned."""
-        size = count * self.call.own_heads * self.call.dim
-        return size + size % self.call.elements_of_float32
+        size: int = count * self.call.own_heads * self.call.dim
+        padding: int = size % self.call.elements_of_float32
+        return size + padding
 
     def width(self, count: int) -> int:
         """Elements of a row for one rank."""
-        return self.outputs(count) + count * self.call.own_heads * self.call.elements_of_float32
+        size: int = self.outputs(count) + count * self.call.own_heads * self.call.elements_of_float32
+        return size
 
     def values_of(self, buffer: Any) -> Any:
         """[rows, group, tiles, own heads, D] of [rows, group, width]."""
@@ -55,8 +57,9 @@ class ExchangedPartials(nl.NKIObject):  # type: ignore[misc]
 
     def take_sums(self) -> None:
         """First step of normalising what has been accumulated."""
+        call = self.call
         if self.mine:
-            self.normalisation = Normalisation(self.partial, self.call.group_size, self.call.own_heads)
+            self.normalisation = Normalisation(self.partial, call.group_size, call.own_heads, call.constants)
             self.partial = None
 
     def normalise(self) -> None:
@@ -89,7 +92,7 @@ class ExchangedPartials(nl.NKIObject):  # type: ignore[misc]
 
     def take_weights(self) -> None:
         """First step of merging."""
-        self.weights = MergeWeights(self.lses_of(self.received).flatten_dims(2, 3))
+        self.weights = MergeWeights(self.lses_of(self.received).flatten_dims(2, 3), self.call.constants)
 
     def merge(self) -> None:
         """Last step: merge own heads, one after the other, and store them; as pieces of work."""

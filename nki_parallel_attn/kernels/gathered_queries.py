@@ -39,12 +39,14 @@ class GatheredQueries(nl.NKIObject):  # type: ignore[misc]
         if not self.mine:
             return
         self.own = nl.ndarray((call.dim, call.own_heads, len(self.mine), call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
-        for t in range(len(self.mine)):
+        # One core has adjacent tiles, two have every other.
+        step = len(self.mine) if call.cores == 1 else 1
+        for t in range(0, len(self.mine), step):
             for head in range(call.own_heads):
-                rows = call.q[head, nl.ds(self.mine[t] * call.rows, call.rows), :]
-                nisa.dma_transpose(dst=self.own[:, head, t, :], src=rows)
+                rows = call.q[head, nl.ds(self.mine[t] * call.rows, step * call.rows), :]
+                nisa.dma_transpose(dst=self.own[:, head, t : t + step, :].flatten_dims(1, 2), src=rows)
         if call.factor != 1.0:
-            nisa.tensor_scalar(dst=self.own, data=self.own, op0=nl.multiply, operand0=call.factor)
+            call.constants.apply(self.own, self.own, call.factor, nl.multiply)
 
     def gather(self) -> None:
         """All-gather, [group * D, (core, own heads, tiles, rows)]: long runs for each partition."""
@@ -61,11 +63,12 @@ class GatheredQueries(nl.NKIObject):  # type: ignore[misc]
             ncc.all_gather([own], [self.gathered], call.replica_groups, 0)
 
     def load(self) -> None:
-        """Load the gathered queries of this core's tiles."""
+        """Load the gathered queries of this core's tiles, those that are needed first in a transfer of their own."""
         call = self.call
         if self.mine:
             shape = (call.dim, call.group_size, call.own_heads, len(self.mine), call.rows)
             self.q = nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf)
             by_rank = self.gathered.reshape_dim(0, (call.group_size, call.dim))
-            nisa.dma_copy(dst=self.q, src=by_rank[:, :, self.columns()].permute((1, 0, 2)))
+            for rank in range(call.group_size):
+                nisa.dma_copy(dst=self.q[:, rank, :, :, :], src=by_rank[rank, :, self.columns()])
         self.gathered = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nki_parallel_attn.kernels.element_wise import Pieces, gpsimd, gpsimd_constant
+from nki_parallel_attn.kernels.element_wise import Constants, Pieces, gpsimd
 from nki_parallel_attn.kernels.online_softmax import Partial
 from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS
 from nki_parallel_attn.nki import nisa, nl
@@ -29,7 +29,7 @@ def leave_empty(partial: Partial, tile: int) -> None:
 class Normalisation(nl.NKIObject):  # type: ignore[misc]
     """Outputs and log-sum-exps of all tiles, in two steps."""
 
-    def __init__(self, partial: Partial, ranks: int, own_heads: int) -> None:
+    def __init__(self, partial: Partial, ranks: int, own_heads: int, constants: Constants) -> None:
         """Step 1, on GpSimd."""
         self.acc = partial.acc
         rows, tiles, _, width = partial.acc.shape
@@ -41,15 +41,15 @@ class Normalisation(nl.NKIObject):  # type: ignore[misc]
             last = (partial.segments[t][0] + 1) % 2
             nisa.tensor_copy(dst=flat[:, t, :], src=partial.shift[:, t, last, :], engine=nisa.engine.gpsimd)
         self.sums = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
-        gpsimd_constant(self.sums.flatten_dims(2, 3), self.acc[:, :, :, self.dim], LEAST_SUM, nl.maximum)
+        constants.apply(self.sums.flatten_dims(2, 3), self.acc[:, :, :, self.dim], LEAST_SUM, nl.maximum)
         # NaN where weight fell on a marked slot: infinity minus infinity; elsewhere 0 - 0. A row that sees nothing here
         # weighs masked slots equally, marked ones too: they do not count.
         self.broken = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf)
         broken = self.broken.flatten_dims(2, 3)
-        gpsimd_constant(broken, flat, -NOTHING_SEEN, nl.less)
+        constants.apply(broken, flat, -NOTHING_SEEN, nl.less)
         gpsimd(broken, broken, self.acc[:, :, :, self.dim + 1], nl.multiply)
-        gpsimd_constant(broken, broken, LARGEST, nl.multiply)
-        gpsimd_constant(broken, broken, LARGEST, nl.multiply)
+        constants.apply(broken, broken, LARGEST, nl.multiply)
+        constants.apply(broken, broken, LARGEST, nl.multiply)
         gpsimd(broken, broken, broken, nl.subtract)
 
     def finish(self, out: Any, lse: Any, v_scale: Any, pieces: Pieces) -> None:
@@ -84,13 +84,14 @@ class MergeWeights(nl.NKIObject):  # type: ignore[misc]
         weights: float32 [rows, ranks, n].
     """
 
-    def __init__(self, lses: Any) -> None:
+    def __init__(self, lses: Any, constants: Constants) -> None:
         """Step 1, on GpSimd. `lses`: float32 [rows, ranks, n]."""
         rows, ranks, count = lses.shape
         self.ranks = ranks
+        self.constants = constants
         self.total = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
         top = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
-        gpsimd_constant(top, lses[:, 0, :], NOTHING_SEEN, nl.maximum)
+        constants.apply(top, lses[:, 0, :], NOTHING_SEEN, nl.maximum)
         for rank in range(1, ranks):
             gpsimd(top, top, lses[:, rank, :], nl.maximum)
         self.weights = nl.ndarray((rows, ranks, count), dtype=nl.float32, buffer=nl.sbuf)
@@ -99,7 +100,7 @@ class MergeWeights(nl.NKIObject):  # type: ignore[misc]
     def add_up(self) -> None:
         """Step 2."""
         nisa.activation(dst=self.weights, op=nl.exp, data=self.weights)
-        gpsimd_constant(self.total, self.weights[:, 0, :], LEAST_SUM, nl.maximum)
+        self.constants.apply(self.total, self.weights[:, 0, :], LEAST_SUM, nl.maximum)
         for rank in range(1, self.ranks):
             gpsimd(self.total, self.total, self.weights[:, rank, :], nl.add)
 

@@ -3,9 +3,9 @@
 A unit is one head's tile of queries against up to 512 slots. Its three stages are issued units apart, so that
 every engine finds work in program order:
 
-    scores   Tensor: Q.K^T into PSUM;  Vector: masks and row maxima in one pass;  GpSimd: -scale*max
-    weights  Scalar: exp(scale*s - scale*max) from PSUM to SBUF
-    values   Tensor: transposes of the weights;  Vector, Scalar: their copies to SBUF;  Tensor: products with V
+    scores   Tensor: Q.K^T into PSUM;  Vector: to SBUF, masks and row maxima in one pass;  GpSimd: -scale*max
+    weights  Scalar: exp(scale*s - scale*max)
+    values   weighted_values.py
 
 V has a column of ones, so the row sum comes out of the same product, of the same rounded weights, and one of marks
 (paged_kv.py). Products of one segment (2048 slots) accumulate in PSUM under one maximum; only between segments are
@@ -19,21 +19,19 @@ from typing import Any
 
 from nki_parallel_attn.kernels.element_wise import gpsimd
 from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS, Segment
-from nki_parallel_attn.kernels.tile_transposes import SCALAR_TIME, VECTOR_TIME, Transposer
+from nki_parallel_attn.kernels.tile_transposes import Transposer
 from nki_parallel_attn.kernels.visible_slots import SlotMasks
+from nki_parallel_attn.kernels.weighted_values import BANK, WeightedValues
 from nki_parallel_attn.nki import nisa, nl
 
-BANK = 512
 SCORE_BANKS = 4
-PRODUCT_BANKS = 2
 COLUMN_RING = 64
 # Scores issued before the weights of a unit: the maxima of a segment must be there for its first unit.
-LOOK_AHEAD = 3072
+LOOK_AHEAD = 4096
 SCORE_COLUMNS = LOOK_AHEAD + 3 * BANK
 # Units whose weights are issued before the values of one.
-UNAPPLIED = 1
-WEIGHT_BUFFERS = 4
-TRANSPOSED_BUFFERS = 4
+UNAPPLIED = 3
+WEIGHT_BUFFERS = 16
 
 
 class Partial(nl.NKIObject):  # type: ignore[misc]
@@ -63,6 +61,7 @@ class Unit(nl.NKIObject):  # type: ignore[misc]
         opens, closes: first and last unit of this tile and head in the segment.
         completes: whose finish(tile) to call after it, or None.
         continues: the rows have seen an earlier segment.
+        by_dma: where the DMA engines put its last tile of weights, transposed; None: they do not.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class Unit(nl.NKIObject):  # type: ignore[misc]
         self.weights = None  # type: Any
         self.maximum = None  # type: Any
         self.rescale = None  # type: Any
+        self.by_dma = None  # type: Any
 
 
 class Pipeline(nl.NKIObject):  # type: ignore[misc]
@@ -96,40 +96,26 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         """`rows` of a query tile, `slots` of a slot tile; `scale` > 0 multiplies the scores."""
         self.rows = rows
         self.slots = slots
-        self.width = dim + EXTRA_COLUMNS
-        self.dtype = dtype
         self.scale = scale
         self.transposer = transposer
         self.masks = masks
         self.unit_tiles = BANK // slots
-        self.products_of_bank = BANK // self.width
         self.banks = [nl.ndarray((rows, BANK), dtype=nl.float32, buffer=nl.psum) for _ in range(SCORE_BANKS)]
         self.bank_place = 0
         self.scores = nl.ndarray((rows, SCORE_COLUMNS), dtype=nl.float32, buffer=nl.sbuf)
         self.scores_place = 0
         self.weight_buffers = [nl.ndarray((rows, BANK), dtype=dtype, buffer=nl.sbuf) for _ in range(WEIGHT_BUFFERS)]
-        self.products = [
-            nl.ndarray((rows, self.products_of_bank, self.width), dtype=nl.float32, buffer=nl.psum)
-            for _ in range(PRODUCT_BANKS)
-        ]
-        self.batch = transposer.batch(rows)
-        self.transposed = [
-            nl.ndarray((slots, self.batch * rows), dtype=dtype, buffer=nl.sbuf) for _ in range(TRANSPOSED_BUFFERS)
-        ]
         self.maxima = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
         self.rescales = nl.ndarray((rows, COLUMN_RING), dtype=nl.float32, buffer=nl.sbuf)
-        self.parts = [nl.ndarray((rows, self.width), dtype=nl.float32, buffer=nl.sbuf) for _ in range(2)]
+        self.values = WeightedValues(rows, slots, dim + EXTRA_COLUMNS, dtype, transposer)
         self.negated_scale = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=self.negated_scale, value=-scale)
         self.ahead = 0
         self.unweighed = []  # type: list[Unit]
         self.unapplied = []  # type: list[Unit]
-        self.products_due = []  # type: list[Any]
         self.groups = 0
         self.units = 0
         self.columns = 0
-        self.items = 0
-        self.batches = 0
 
     def push(self, unit: Unit) -> None:
         """Issue the scores of `unit`, and what is due of the later stages of earlier ones."""
@@ -144,8 +130,8 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         while self.unweighed:
             self.advance()
         while self.unapplied:
-            self.apply(self.unapplied.pop(0))
-        self.issue_products()
+            self.values.apply(self.unapplied.pop(0))
+        self.values.flush()
 
     def advance(self) -> None:
         """Weights of the oldest unit that has none, values of an earlier one."""
@@ -154,7 +140,7 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
         self.weigh(unit)
         self.unapplied.append(unit)
         if len(self.unapplied) > UNAPPLIED:
-            self.apply(self.unapplied.pop(0))
+            self.values.apply(self.unapplied.pop(0))
 
     # Stage 1.
 
@@ -207,7 +193,7 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
                 reduce_cmd=command,
                 reduce_res=maximum,
             )
-        self.transposer.engines.vector += columns * VECTOR_TIME
+        self.transposer.engines.add_to_vector(columns)
         segments = unit.partial.segments[unit.tile][unit.head]
         unit.continues = segments > 0
         unit.shift = unit.partial.shift[:, unit.tile, segments % 2, unit.head : unit.head + 1]
@@ -230,55 +216,8 @@ class Pipeline(nl.NKIObject):  # type: ignore[misc]
 
     def weigh(self, unit: Unit) -> None:
         columns = unit.tiles * self.slots
-        self.transposer.engines.scalar += columns * SCALAR_TIME
+        self.transposer.engines.add_to_scalar(columns)
         nisa.activation(
             dst=unit.weights[:, :columns], op=nl.exp, data=unit.scores[:, :columns], bias=unit.shift, scale=self.scale
         )
-
-    # Stage 3.
-
-    def apply(self, unit: Unit) -> None:
-        slots = self.slots
-        tiles = unit.tiles
-        for start in range(0, tiles, self.batch):
-            count = min(self.batch, tiles - start)
-            transposed = self.transposed[self.batches % TRANSPOSED_BUFFERS]
-            self.batches += 1
-            weights = [unit.weights[:, t * slots : (t + 1) * slots] for t in range(start, start + count)]
-            self.transposer.transpose(weights, transposed[:, : count * self.rows])
-            # One batch late: the copy of this one runs while the Tensor Engine multiplies the one before.
-            self.issue_products()
-            self.products_due.append([unit, start, count, transposed])
-
-    def issue_products(self) -> None:
-        """Multiply the batch that is due, and finish its unit if it was the last one."""
-        if not self.products_due:
-            return
-        unit, start, count, transposed = self.products_due.pop()
-        per_bank = self.products_of_bank
-        bank = self.products[self.items // per_bank % PRODUCT_BANKS]
-        product = bank[:, self.items % per_bank, :]
-        for t in range(count):
-            nisa.nc_matmul(
-                dst=product,
-                stationary=transposed[:, t * self.rows : (t + 1) * self.rows],
-                moving=unit.segment.v[:, unit.first + start + t, :],
-                accumulate=not (unit.opens and start + t == 0),
-            )
-        if start + count == unit.tiles and unit.closes:
-            self.collect(unit, product)
-            self.items += 1
-            if unit.completes is not None:
-                unit.completes.finish(unit.tile)
-
-    def collect(self, unit: Unit, product: Any) -> None:
-        """Add a segment's product to what its rows have accumulated."""
-        acc = unit.partial.acc[:, unit.tile, unit.head, :]
-        engine = self.transposer.engines.least_loaded(self.width)
-        if not unit.continues:
-            nisa.tensor_copy(dst=acc, src=product, engine=engine)
-            return
-        part = self.parts[self.items % 2]
-        nisa.tensor_copy(dst=part, src=product, engine=engine)
-        gpsimd(acc, acc, unit.rescale.broadcast(1, self.width), nl.multiply)
-        gpsimd(acc, acc, part, nl.add)
+        self.values.send_to_dma(unit)

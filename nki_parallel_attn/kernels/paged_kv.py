@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from nki_parallel_attn.kernels.element_wise import Constants, gpsimd
 from nki_parallel_attn.kernels.tile_transposes import Transposer
 from nki_parallel_attn.kernels.visible_slots import SlotLayout
 from nki_parallel_attn.nki import nisa, nl
@@ -37,7 +38,8 @@ class Segment(nl.NKIObject):  # type: ignore[misc]
         index: int32 [slots of a tile, tiles], rows of the cache.
         keys, values: as read, [slots of a tile, tiles, D]; None if they were read into k, v.
         k_finite, v_finite: float32 [slots of a tile, tiles], 1 where all of a slot's K (V) is finite.
-        read, ready: so many tiles are on their way, and prepared; keys_done: and the K of the next ones.
+        read, ready: so many tiles are on their way, and prepared.
+        clean_keys, keys_done: the K of the next ones, once it is clean; and whether it has been transposed.
     """
 
     def __init__(self, first: int, tiles: int, k: Any, v: Any, k_finite: Any, v_finite: Any) -> None:
@@ -52,6 +54,7 @@ class Segment(nl.NKIObject):  # type: ignore[misc]
         self.index = None  # type: Any
         self.read = 0
         self.ready = 0
+        self.clean_keys = None  # type: Any
         self.keys_done = False
 
 
@@ -70,6 +73,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         transposer: Transposer,
         packed: bool,
         k_scale: Any,
+        constants: Constants,
     ) -> None:
         """`q_offset`: int32 [128, 1], position of Q token 0 minus rank*b; `rows`: S; `dtype`: of K and V on chip."""
         self.layout = layout
@@ -81,6 +85,7 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         self.dtype = dtype
         self.transposer = transposer
         self.packed = packed
+        self.constants = constants
         self.head_dim = v_cache.shape[3]
         self.kv_heads = v_cache.shape[1]
         self.k_scale = None
@@ -144,19 +149,20 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
             self.read_rows(self.v_cache, segment.index, values, start, stop)
 
     def next_batch(self, segment: Segment, start: int) -> int:
-        """End of the batch of tiles from `start` on. The first of all is short: everything waits for it."""
+        """End of the batch of tiles from `start` on. The first ones of all are short: everything waits for them."""
         batch = self.transposer.batch(self.layout.tile)
-        if segment.first == 0 and start == 0:
-            return 1
+        if segment.first == 0 and start < 2:
+            return start + 1
         return min(start // batch * batch + batch, segment.tiles)
 
-    def announce(self, head: int, number: int, tiles: int) -> None:
-        """The first `tiles` tiles of this segment are needed next: read it, and prepare them in prepare_ahead()."""
+    def announce(self, head: int, number: int, tiles: int, more: bool) -> None:
+        """The first `tiles` tiles of this segment are needed next: prepare them in prepare_ahead(). Read them, and with
+        `more` those that are needed after that."""
         self.next_segment, self.next_tiles = self.segment(head, number), tiles
-        self.read(self.next_segment, tiles + self.transposer.batch(self.layout.tile))
+        self.read(self.next_segment, tiles + (self.transposer.batch(self.layout.tile) if more else 0))
 
     def prepare_ahead(self) -> None:
-        """One batch of what is needed next."""
+        """A step for what is needed next."""
         if self.next_segment is not None and self.next_segment.ready < self.next_tiles:
             self.prepare_batch(self.next_segment)
 
@@ -167,16 +173,20 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
             self.prepare_batch(segment)
 
     def prepare_batch(self, segment: Segment) -> None:
-        """Prepare the next tiles of a segment: K, and after it V."""
+        """A step of preparing the next tiles of a segment: K cleaned, K transposed, V."""
         size, dim = self.layout.tile, self.head_dim
         start = segment.ready
         stop = self.next_batch(segment, start)
-        if segment.keys is not None and not segment.keys_done:
-            segment.keys_done = True
-            part = self.converted(segment.keys[:, start:stop, :])
-            zero_broken(part, segment.k_finite[:, start:stop])
-            self.transpose_keys(segment.k[:, start * size : stop * size], part)
+        if segment.keys is not None and segment.clean_keys is None:
+            segment.clean_keys = self.converted(segment.keys[:, start:stop, :])
+            zero_broken(segment.clean_keys, segment.k_finite[:, start:stop])
+            self.transposer.engines.add_to_vector(2 * (stop - start) * dim)
             return
+        if segment.clean_keys is not None and not segment.keys_done:
+            segment.keys_done = True
+            self.transpose_keys(segment.k[:, start * size : stop * size], segment.clean_keys)
+            return
+        segment.clean_keys = None
         segment.keys_done = False
         segment.ready = stop
         part = segment.v[:, start:stop, :dim]
@@ -184,8 +194,9 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
             nisa.tensor_copy(dst=part, src=segment.values[:, start:stop, :])
         finite = segment.v_finite[:, start:stop]
         zero_broken(part, finite)
-        exact(finite, finite, segment.k_finite[:, start:stop], nl.multiply)
-        nisa.tensor_scalar(dst=segment.v[:, start:stop, dim + 1], data=finite, op0=nl.less, operand0=1.0)
+        self.transposer.engines.add_to_vector(2 * (stop - start) * dim)
+        gpsimd(finite, finite, segment.k_finite[:, start:stop], nl.multiply)
+        self.constants.apply(segment.v[:, start:stop, dim + 1], finite, 1.0, nl.less)
         if segment.ready == segment.tiles:
             segment.keys = segment.values = None
 
@@ -255,10 +266,10 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         numbers = self.slot_numbers(head, first, tiles, step)
         rows_of_block, minus_one = filled(self.kv_heads * per_block, size, tiles), filled(-1, size, tiles)
         seen = self.visible(numbers[:, 1, :])
-        exact(index, index, rows_of_block, nl.multiply)
-        exact(index, index, numbers[:, 0, :], nl.add)
-        exact(index, index, seen, nl.multiply)
-        exact(index, index, minus_one, nl.add)
+        gpsimd(index, index, rows_of_block, nl.multiply)
+        gpsimd(index, index, numbers[:, 0, :], nl.add)
+        gpsimd(index, index, seen, nl.multiply)
+        gpsimd(index, index, minus_one, nl.add)
         return index
 
     def block_entries(self, first: int, tiles: int, step: int) -> Any:
@@ -305,12 +316,12 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
         size, tiles = positions.shape
         ahead = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
         last = filled(self.rows - 1, size, tiles)
-        exact(ahead, positions, self.q_offset[:size, :].broadcast(1, tiles), nl.subtract)
+        gpsimd(ahead, positions, self.q_offset[:size, :].broadcast(1, tiles), nl.subtract)
         seen = nl.ndarray((size, tiles), dtype=nl.int32, buffer=nl.sbuf)
-        exact(seen, ahead, last, nl.less_equal)
+        gpsimd(seen, ahead, last, nl.less_equal)
         if self.layout.window:
-            exact(ahead, ahead, filled(-self.layout.window, size, tiles), nl.greater)
-            exact(seen, seen, ahead, nl.multiply)
+            gpsimd(ahead, ahead, filled(-self.layout.window, size, tiles), nl.greater)
+            gpsimd(seen, seen, ahead, nl.multiply)
         return seen
 
 
@@ -357,11 +368,6 @@ def clear(tile: Any) -> None:
 def gather_rows(dst: Any, rows: Any, index: Any) -> None:
     """dst[p] = rows[index[p]], left as it is where the index is out of range."""
     nisa.dma_copy(dst=dst, src=rows.vector_select(0, index), oob_mode=nisa.oob_mode.skip)
-
-
-def exact(dst: Any, data1: Any, data2: Any, op: Any) -> None:
-    """Element-wise on GpSimd, exact for integers."""
-    nisa.tensor_tensor(dst=dst, data1=data1, data2=data2, op=op, engine=nisa.engine.gpsimd)
 
 
 def filled(value: int, size: int, tiles: int) -> Any:

@@ -20,6 +20,14 @@ class EngineLoads(nl.NKIObject):  # type: ignore[misc]
         self.vector = 0
         self.scalar = 0
 
+    def add_to_vector(self, elements: int) -> None:
+        """The Vector Engine gets so many elements per partition of other work."""
+        self.vector += elements * VECTOR_TIME
+
+    def add_to_scalar(self, elements: int) -> None:
+        """The Scalar Engine does."""
+        self.scalar += elements * SCALAR_TIME
+
     def least_loaded(self, elements: int) -> Any:
         """The engine that is done first with so many elements per partition more; they count as given to it."""
         if self.vector + elements * VECTOR_TIME <= self.scalar + elements * SCALAR_TIME:
