@@ -4,7 +4,8 @@
 
 One row per case. "least" columns are what the work takes an engine that never waits: for attention Tensor does two
 matmuls per tile of scores and Scalar one exponential per score, for the projection Tensor does its product and Vector
-and Scalar share the copies out of PSUM; DMA moves each operand and the result once. A kernel can be no faster than
+and Scalar share the copies out of PSUM; DMA moves each operand and the result once. KV-parallel prefill besides passes
+Vector once over the scores, and moves through HBM what its collectives take and give. A kernel can be no faster than
 the largest of them; "of the bound" is how near it comes. A model, not a measurement: docs/cost_model.md.
 """
 
@@ -20,8 +21,10 @@ from typing import Any
 import torch
 
 from nki_parallel_attn.kernels.attention_const_max import attention_const_max
+from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte import attention_kv_parallel_segmented_cte
 from nki_parallel_attn.kernels.output_projection_cte import output_projection_cte
-from nki_parallel_attn.sim import CostReport, profile
+from nki_parallel_attn.sim import CostReport, ReplicaGroup, profile
+from nki_parallel_attn.sim.cost_collectives import exchange_of
 from nki_parallel_attn.sim.cost_constants import costs_of
 from nki_parallel_attn.sim.targets import get_target
 from nki_parallel_attn.topology.types import AttentionLayout, OProjAttentionLayout, QuantizationType
@@ -38,6 +41,7 @@ class Row:
     Attributes:
         least_ns: by engine of one core, the time that the work takes at full rate.
         flops: useful ones of one core.
+        least_bytes: of the DMAs of all cores; sent_bytes: by the collectives of one rank, by formula. 0: not given.
     """
 
     kernel: str
@@ -45,6 +49,8 @@ class Row:
     report: CostReport
     least_ns: dict[str, float]
     flops: float
+    least_bytes: int = 0
+    sent_bytes: int = 0
 
     @property
     def bound_ns(self) -> float:
@@ -68,6 +74,9 @@ class Row:
             "of_bound": self.of_bound,
             "of_peak": self.of_peak,
             "dma_bytes": self.report.dma_bytes,
+            "least_dma_bytes": self.least_bytes,
+            "collective_bytes": max(self.report.collective_bytes.values(), default=0),
+            "least_collective_bytes": self.sent_bytes,
             "sbuf_peak_bytes": max(core.sbuf_peak_bytes for core in self.report.cores),
             "psum_peak_bytes": max(core.psum_peak_bytes for core in self.report.cores),
         }
@@ -204,22 +213,97 @@ def projection_rows(long: bool) -> Iterator[Row]:
         yield projection(1, 17, 128, 131072, 32768, bias=True)
 
 
-KERNELS: dict[str, Callable[[bool], Iterator[Row]]] = {"const_max": const_max_rows, "projection": projection_rows}
+def kv_prefill(length: int, lnc: int = 1, target: str = "trn2", ranks: int = 4, own_heads: int = 2) -> Row:
+    """attention_kv_parallel_segmented_cte in bfloat16, causal, round-robin in blocks of 128, one KV head; rank 0, which
+    sees most."""
+    block, heads, slots = 128, ranks * own_heads, length // ranks
+
+    def shaped(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    cache = shaped(slots // block, 1, block, HEAD_DIM)
+    number = shaped(1, 1, dtype=torch.int32)
+    run = profile(attention_kv_parallel_segmented_cte, world_size=ranks, lnc=lnc, target=target, representative=0)
+    report = run(
+        shaped(own_heads, length, HEAD_DIM),
+        cache,
+        cache,
+        shaped(1, slots // block, dtype=torch.int32),
+        number,
+        ReplicaGroup([list(range(ranks))]),
+        ranks,
+        block,
+        8192,
+        HEAD_DIM**-0.5,
+        kvp_rank_id=number,
+        kvp_group_size=ranks,
+    )
+    costs = costs_of(get_target(target))
+    # Rank 0 holds every ranks-th block from the first on: the scores of the rows that see a block wholly, and half of
+    # those of the rows in it.
+    blocks = range(0, length // block, ranks)
+    scores = heads * sum((length - (b + 1) * block) * block + block * (block + 1) // 2 for b in blocks) / lnc
+    q, partial = 2 * own_heads * length * HEAD_DIM, own_heads * length * (2 * HEAD_DIM + 4)
+    # Q is read, written for the all-gather, and read gathered; partial results are written and read around the
+    # all-to-all; K, V and the result move once.
+    moved = 2 * q + ranks * q + 2 * ranks * partial + 2 * 2 * slots * HEAD_DIM + q
+    group = list(range(ranks))
+    collectives = sum(
+        exchange_of(name, group, [source], [destination], lnc, costs).ns
+        for name, source, destination in (
+            ("all_gather", q, ranks * q),
+            ("all_to_all", ranks * partial, ranks * partial),
+        )
+    )
+    flops = 4 * scores * HEAD_DIM
+    return Row(
+        "kv_prefill",
+        f"{ranks} ranks, {own_heads} heads each, {length}, lnc {lnc}",
+        report,
+        {
+            "tensor": flops / costs.peak_flops_per_ns,
+            "scalar": scores / costs.array_size / costs.scalar_ghz,
+            "vector": scores / costs.array_size / costs.vector_ghz,
+            "dma": moved / lnc / min(costs.dma_peak, costs.hbm_share),
+            "collective": collectives,
+        },
+        flops,
+        moved,
+        (ranks - 1) * (q + partial),
+    )
+
+
+def kv_prefill_rows(long: bool) -> Iterator[Row]:
+    yield kv_prefill(8192)
+    yield kv_prefill(8192, lnc=2)
+    if long:
+        yield kv_prefill(131072)
+
+
+KERNELS: dict[str, Callable[[bool], Iterator[Row]]] = {
+    "const_max": const_max_rows,
+    "kv_prefill": kv_prefill_rows,
+    "projection": projection_rows,
+}
 
 
 def table(rows: list[Row]) -> str:
     """The rows in Markdown; times in microseconds."""
     titles = ["kernel", "case", "target", "makespan", *(f"least {name}" for name in ENGINES)]
-    titles += ["of the bound", f"of {PEAK_TFLOPS:g} TFLOP/s", "SBUF", "PSUM", "DMA MB"]
+    titles += ["of the bound", f"of {PEAK_TFLOPS:g} TFLOP/s", "SBUF", "PSUM", "DMA MB", "collective MB"]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for row in rows:
         facts = row.to_dict()
         times = " | ".join(f"{row.least_ns[name] / 1e3:.1f}" for name in ENGINES)
         sbuf = f"{facts['sbuf_peak_bytes'] / row.report.sbuf_capacity:.0%}"
         psum = f"{facts['psum_peak_bytes'] / row.report.psum_capacity:.0%}"
+        bytes_moved = f"{facts['dma_bytes'] / 1e6:.1f}"
+        if row.least_bytes:
+            bytes_moved += f", {facts['dma_bytes'] / row.least_bytes:.3f} x least"
+        sent = f"{facts['collective_bytes'] / 1e6:.2f} of {row.sent_bytes / 1e6:.2f}" if row.sent_bytes else "none"
         lines.append(
             f"| {row.kernel} | {row.case} | {row.report.target} | {row.report.makespan_ns / 1e3:.1f} | {times} "
-            f"| {row.of_bound:.3f} | {row.of_peak:.3f} | {sbuf} | {psum} | {row.report.dma_bytes / 1e6:.1f} |"
+            f"| {row.of_bound:.3f} | {row.of_peak:.3f} | {sbuf} | {psum} | {bytes_moved} | {sent} |"
         )
     return "\n".join(lines)
 
