@@ -260,11 +260,12 @@ def call(case: Case, rank: int, change: Any = None) -> Exception | None:
     return None
 
 
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.multirank(world_size=4, timeout=120)
-def test_one_bad_rank(rank):
+def test_one_bad_rank(rank, half):
     """Each bad argument raises itself on the bad rank, and a PeerError naming rank and argument on the others."""
     wrong = []
-    for name, (case, change, argument) in BAD_ARGUMENTS.items():
+    for name, (case, change, argument) in list(BAD_ARGUMENTS.items())[half::2]:
         start = time.monotonic()
         error = call(case, rank, change if rank == BAD else None)
         if rank == BAD:
