@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import JOB
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ["sharded_decode.py", "context_parallel_training.py"]
 
@@ -17,7 +19,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=JOB
     )
 
 

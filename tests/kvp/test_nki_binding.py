@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import JOB
+
 STAND_IN = {
     "__init__": """
 class Kernel:
@@ -80,7 +82,7 @@ def test_a_backend_runs_its_own_kernels(tmp_path: Path, environment: dict[str, s
         env={**os.environ, "PYTHONPATH": str(tmp_path), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=JOB,
     )
     lines = run.stdout.splitlines()
     assert len(lines) == len(expected), run.stdout + run.stderr

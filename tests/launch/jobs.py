@@ -7,17 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import JOB
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 180  # seconds, of which a job takes five
 
 
 def start(ranks: int, *arguments: str | Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run under torchrun with `ranks` ranks, or as a plain script with 0; never longer than TIMEOUT."""
+    """Run under torchrun with `ranks` ranks, or as a plain script with 0; never longer than JOB."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *torchrun, script, *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=JOB
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from glassllm_checkpoint import save_as_huggingface
 
 from nki_parallel_attn.integrations.glassllm import load_glassllm
+from tests.patience import JOB
 
 
 def test_truncated_weights(tmp_path: Path) -> None:
@@ -23,7 +24,7 @@ def test_truncated_weights(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=JOB,
     )
     told = [line for line in run.stderr.splitlines() if line.startswith("kvp_prefill: error")]
     assert run.returncode == 1 and len(told) == 1, run.stderr

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import jobs
 import pytest
-from jobs import ROOT, TIMEOUT
+from jobs import ROOT
+
+from tests.patience import JOB
 
 SCRIPT = "launch/kvp_prefill.py"
 
@@ -87,7 +89,7 @@ def test_two_agents_that_meet_by_rendezvous() -> None:
         for _ in range(2)
     ]
     try:
-        outputs = [agent.communicate(timeout=TIMEOUT) for agent in agents]
+        outputs = [agent.communicate(timeout=JOB) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

@@ -18,6 +18,7 @@ from nki_parallel_attn.errors import ArgumentError, PeerError, UnsupportedFeatur
 from nki_parallel_attn.validation.case import Deviation
 from nki_parallel_attn.validation.matrix import Selection, matrix, name_filter
 from rank_process import Job
+from tests.patience import JOB
 from validate_options import parse, selection
 from validate_outcome import RankResult, judge, of_exception
 from validate_report import Record
@@ -59,7 +60,7 @@ def start(
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=JOB,
     )
     assert (folder / "report.json").exists(), run.stderr
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
@@ -203,7 +204,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, arguments: str, said: 
 def test_refused_once_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
-        [*command, "launch/validate.py", "--json", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*command, "launch/validate.py", "--json", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=JOB
     )
     assert run.returncode == 1 and run.stderr.count("validate: error") == 1 and "--json" in run.stderr
 

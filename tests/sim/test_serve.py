@@ -14,6 +14,7 @@ import pytest
 
 import nki_parallel_attn.sim.language
 from nki_parallel_attn.sim import as_nki
+from tests.patience import JOB
 
 KERNEL = """
     import nki
@@ -52,7 +53,7 @@ def run(folder, *arguments, **environment):
     """`python -m nki_parallel_attn.sim run ...` in a folder that shadows nki with the placeholder."""
     command = [sys.executable, "-m", "nki_parallel_attn.sim", "run", *map(str, arguments)]
     env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=JOB, env=env, check=False)
 
 
 def test_kernels_find_the_simulator_whatever_is_installed(kernels):
@@ -176,6 +177,6 @@ def test_two_ranks_under_torchrun(kernels):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "nki_parallel_attn.sim", "run", str(script)]
     env = {**os.environ, "PYTHONPATH": str(kernels), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOB, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "right" in line) == ["rank 0 right", "rank 1 right"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nki_parallel_attn.errors import RankFailedError
 from nki_parallel_attn.testing import run, run_ranks
 from nki_parallel_attn.testing.pool import MAX_IDLE_RANKS
-from tests.patience import SOON
+from tests.patience import JOB, SOON
 
 linux_only = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
 
@@ -178,7 +178,7 @@ def test_nothing_is_left_when_the_caller_ends(ending: str, tmp_path: Path) -> No
         time.sleep(0.3)
         assert directory.exists()
         caller.send_signal(signal.SIGKILL if ending == "sigkill" else signal.SIGINT)
-    _, errors = caller.communicate(timeout=60)
+    _, errors = caller.communicate(timeout=JOB)
     assert (caller.returncode == 0) == (ending == "exit"), errors
     assert wait_until_gone(pids) == []
     assert not directory.exists()
