@@ -36,9 +36,9 @@ LEAST_SCALE = 1e-6
 CYCLES_PER_COLUMN = 1.0
 CYCLES_PER_MAXIMUM = 164
 # Columns of scores between two batches of K or V that are prepared ahead.
-COLUMNS_PER_BATCH = 2048
+COLUMNS_PER_BATCH = 3072
 # Columns of scores after which K and V are there that are read when they are announced.
-COLUMNS_BEFORE_PREPARING = 4096
+COLUMNS_BEFORE_PREPARING = 2048
 CYCLES_PER_STEP = 1000
 # Columns of scores between two steps of an exchange, so that no engine waits for another's part of the first.
 COLUMNS_PER_STEP = 2048
@@ -115,8 +115,10 @@ def attention_kv_parallel_segmented_cte(
         queries.read()
         queries.gather()
     call.kv.read(first, 1)
-    call.queries[0].load()
+    half = -(-group_size // 2)
+    call.queries[0].load(range(half))
     call.kv.read(first, 2)
+    call.queries[0].load(range(half, group_size))
     for queries in call.queries[2:AHEAD]:
         queries.read()
         queries.gather()
@@ -231,7 +233,7 @@ class Call(nl.NKIObject):  # type: ignore[misc]
     def move_queries(self) -> None:
         """Those of later exchanges: loaded one ahead, read and gathered earlier."""
         for queries in self.queries[self.number + 1 : self.number + 2]:
-            queries.load()
+            queries.load(range(self.group_size))
         for queries in self.queries[self.number + AHEAD : self.number + AHEAD + 1]:
             queries.read()
             queries.gather()

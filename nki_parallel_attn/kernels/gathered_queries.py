@@ -62,13 +62,13 @@ class GatheredQueries(nl.NKIObject):  # type: ignore[misc]
             call.synchronise(own)
             ncc.all_gather([own], [self.gathered], call.replica_groups, 0)
 
-    def load(self) -> None:
-        """Load the gathered queries of this core's tiles, those that are needed first in a transfer of their own."""
+    def load(self, ranks: Any) -> None:
+        """Load the gathered queries of this core's tiles, each rank's in a transfer of its own."""
         call = self.call
-        if self.mine:
+        if self.mine and self.q is None:
             shape = (call.dim, call.group_size, call.own_heads, len(self.mine), call.rows)
             self.q = nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf)
+        if self.mine:
             by_rank = self.gathered.reshape_dim(0, (call.group_size, call.dim))
-            for rank in range(call.group_size):
+            for rank in ranks:
                 nisa.dma_copy(dst=self.q[:, rank, :, :, :], src=by_rank[rank, :, self.columns()])
-        self.gathered = None
