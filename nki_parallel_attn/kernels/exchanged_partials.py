@@ -102,20 +102,23 @@ class ExchangedPartials(nl.NKIObject):  # type: ignore[misc]
         weights = self.weights.weights.reshape_dim(2, (count, call.own_heads))
         for head in range(call.own_heads):
             self.merged.append(nl.ndarray((call.rows, count, call.dim), dtype=call.q.dtype, buffer=nl.sbuf))
-            merge(values[:, :, :, head, :], weights[:, :, :, head], self.merged[head], call.pieces)
-            call.pieces.then(self, head)
+            merge(values[:, :, :, head, :], weights[:, :, :, head], self.merged[head], call.pieces, self, head * count)
         self.received = self.weights = None
 
-    def pieces_done(self, head: int) -> None:
-        """Write own head `head`, [rows, tiles, D], to the result."""
-        call, merged = self.call, self.merged[head]
-        self.merged[head] = None
-        tiles = slice(self.mine[0], self.mine[-1] + 1, call.cores)
+    def pieces_done(self, number: int) -> None:
+        """Write a tile of an own head to the result; with tp_out all tiles of the head after its last."""
+        call, count = self.call, len(self.mine)
+        head, t = number // count, number % count
+        merged = self.merged[head]
         if not call.tp_out:
-            rows_of = call.out.reshape_dim(1, (call.tiles, call.rows))
-            nisa.dma_copy(dst=rows_of[head, tiles, :, :].permute((1, 0, 2)), src=merged)
+            rows = call.out[head, nl.ds(self.mine[t] * call.rows, call.rows), :]
+            nisa.dma_copy(dst=rows, src=merged[:, t, :])
+        if t < count - 1:
             return
-        count = len(self.mine)
+        self.merged[head] = None
+        if not call.tp_out:
+            return
+        tiles = slice(self.mine[0], self.mine[-1] + 1, call.cores)
         turned = nl.ndarray((call.dim, count, call.rows), dtype=call.q.dtype, buffer=nl.sbuf)
         batch = call.transposer.batch(call.rows)
         for start in range(0, count, batch):

@@ -110,8 +110,8 @@ class MergeWeights(nl.NKIObject):  # type: ignore[misc]
         gpsimd(self.weights, self.weights, self.total.expand_dim(1).broadcast(1, self.ranks), nl.multiply)
 
 
-def merge(parts: Any, weights: Any, out: Any, pieces: Pieces) -> None:
-    """Sum of the ranks' outputs by weight, one tile after the other.
+def merge(parts: Any, weights: Any, out: Any, pieces: Pieces, owner: Any, first: int) -> None:
+    """Sum of the ranks' outputs by weight; after tile t, owner.pieces_done(first + t).
 
     Args:
         parts: [rows, ranks, tiles, D] of any float dtype.
@@ -119,12 +119,15 @@ def merge(parts: Any, weights: Any, out: Any, pieces: Pieces) -> None:
         out: [rows, tiles, D].
     """
     rows, ranks, tiles, dim = parts.shape
-    for t in range(tiles):
-        acc = nl.ndarray((rows, dim), dtype=nl.float32, buffer=nl.sbuf)
-        for rank in range(ranks):
-            target = out[:, t, :] if rank == ranks - 1 else acc
+    accs = [nl.ndarray((rows, dim), dtype=nl.float32, buffer=nl.sbuf) for _ in range(tiles)]
+    # Rank by rank, so that no operation needs the result of the one before.
+    for rank in range(ranks):
+        for t in range(tiles):
+            target = out[:, t, :] if rank == ranks - 1 else accs[t]
             weight = weights[:, rank, t : t + 1]
             if rank == 0:
                 pieces.scale(target, parts[:, rank, t, :], weight)
             else:
-                pieces.add_scaled(target, acc, parts[:, rank, t, :], weight)
+                pieces.add_scaled(target, accs[t], parts[:, rank, t, :], weight)
+            if rank == ranks - 1:
+                pieces.then(owner, first + t)
