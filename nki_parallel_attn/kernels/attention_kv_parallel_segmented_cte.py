@@ -33,7 +33,7 @@ AHEAD = 2
 LEAST_SCALE = 1e-6
 # GpSimd's cycles for pieces of element-wise work: per column of scores that the other engines take, less what it does
 # for them itself.
-CYCLES_PER_COLUMN = 1.0
+CYCLES_PER_COLUMN = 1.1
 CYCLES_PER_MAXIMUM = 164
 # Columns of scores between two batches of K or V that are prepared ahead.
 COLUMNS_PER_BATCH = 3072

@@ -24,7 +24,7 @@ SEGMENT_SLOTS = 2048
 # Columns of V beside its own: ones and marks.
 EXTRA_COLUMNS = 2
 # Bytes per partition that segments of K and V may occupy.
-RESIDENT_BYTES = 80 * 1024
+RESIDENT_BYTES = 40 * 1024
 
 
 class Segment(nl.NKIObject):  # type: ignore[misc]
