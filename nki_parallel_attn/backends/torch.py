@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,7 +65,8 @@ def attention_kv_parallel_segmented_cte(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return prefill(q, k_cache, v_cache, call)
+    with without_autocast(q.device):
+        return prefill(q, k_cache, v_cache, call)
 
 
 def attention_const_max(
@@ -82,12 +85,14 @@ def attention_const_max(
         for t, layout in ((q_hbm, q_layout), (k_hbm, k_layout))
     )
     top = softmax_max[0, 0] if isinstance(softmax_max, Tensor) else softmax_max
-    return const_max(q, k, v_hbm, top, softmax_scale)
+    with without_autocast(q.device):
+        return const_max(q, k, v_hbm, top, softmax_scale)
 
 
 def output_projection_cte(args: ProjectionArguments) -> Tensor:
     """Checked arguments; target and lnc only bear on which float8 is meant."""
-    return project(args)
+    with without_autocast(args.attention.device):
+        return project(args)
 
 
 def attention_block_tkg(
@@ -108,4 +113,12 @@ def attention_block_tkg(
             args = replace(args, KVDP_collective_mode=platform.kvdp_collective_modes(sizes.kvdp, args.lnc)[0])
     if sizes.cp > 1:
         cp_exchange = exchange_for(CP_group or process_group_for(cp_ranks), args.X.device)
-    return decode(args, sizes, kvdp_exchange, cp_exchange)
+    with without_autocast(args.X.device):
+        return decode(args, sizes, kvdp_exchange, cp_exchange)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Off, a torch.autocast region around the call does not round the twins' float32 products to 16 bits."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

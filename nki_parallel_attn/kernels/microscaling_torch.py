@@ -31,8 +31,8 @@ ELEMENT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, FLOAT4_BYTES)
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 _WORD_DTYPE = {torch.float8_e4m3fn: torch.uint32, torch.float8_e5m2: torch.uint32, FLOAT4_BYTES: torch.uint16}
 _FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Above this scale byte a scaled element (at most 57344 = 1.75 * 2^15) may exceed float32, though its product may not.
-_LAST_IN_FLOAT32 = 239
+# Above this scale byte twice a scaled element (at most 57344 = 1.75 * 2^15) may exceed float32; its product may not.
+_LAST_IN_FLOAT32 = 238
 
 
 def quantize_mx(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
@@ -126,17 +126,24 @@ def dequantize_mx(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
     return (blocks * scale_values(scales).to(dtype)[:, None]).flatten(0, 1)
 
 
-def quantize_dequantize_mx(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `quantize_mx` leaves of activations [..., K], in `dtype`, float8_e4m3fn elements times their scales."""
+def left_factor(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half of what `quantize_mx` leaves of activations [..., K]: their float8_e4m3fn elements times scales, in `dtype`.
+
+    Half, for the largest bfloat16 values round up to 2^128, which float32 has not.
+    """
     elements, scales = quantize_mx(values)
-    return (_blocks(elements.to(dtype)) * scale_values(scales).to(dtype)[..., None]).flatten(-2)
+    return (_blocks(elements.to(dtype)) * (scale_values(scales).to(dtype) / 2)[..., None]).flatten(-2)
 
 
-def product_dtype(scales: Tensor) -> torch.dtype:
-    """float32, or float64 where a weight with these scales may exceed float32 although its products do not."""
+def right_factor(packed: Tensor, scales: Tensor) -> Tensor:
+    """Twice a packed weight, [K, N], exact: float32, or float64 where it may exceed float32 though its products do not.
+
+    Args:
+        scales: dense, [K/32, N] uint8 or float8_e8m0fnu.
+    """
     bytes_ = scales.view(torch.uint8)
     largest = int(bytes_.masked_fill(bytes_ == SCALE_NAN, 0).max())
-    return torch.float32 if largest <= _LAST_IN_FLOAT32 else torch.float64
+    return dequantize_mx(packed, scales, torch.float32 if largest <= _LAST_IN_FLOAT32 else torch.float64).mul_(2)
 
 
 def matmul_mx(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
@@ -150,8 +157,8 @@ def matmul_mx(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [T, N] float32.
     """
-    dtype = product_dtype(scales)
-    return (quantize_dequantize_mx(x, dtype) @ dequantize_mx(packed, scales, dtype)).to(torch.float32)
+    right = right_factor(packed, scales)
+    return (left_factor(x, right.dtype) @ right).to(torch.float32)
 
 
 def _blocks(values: Tensor) -> Tensor:

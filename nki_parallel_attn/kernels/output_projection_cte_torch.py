@@ -16,12 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nki_parallel_attn.kernels.microscaling_torch import (
-    dequantize_mx,
-    expand_compact_scales,
-    product_dtype,
-    quantize_dequantize_mx,
-)
+from nki_parallel_attn.kernels.microscaling_torch import expand_compact_scales, left_factor, right_factor
 from nki_parallel_attn.kernels.output_projection_cte_arguments import ProjectionArguments
 from nki_parallel_attn.kernels.quantization_torch import fp8_max, quantize_rows, quantize_static
 from nki_parallel_attn.topology.types import OProjAttentionLayout, QuantizationType
@@ -119,10 +114,10 @@ def _wide(args: ProjectionArguments) -> Callable[[Tensor, Tensor], None]:
             if columns is None:
                 product = _product(left, weight, bias)
             else:
-                product = left @ weight
+                # The weight's scales, which are small, first: large activations times it may be more than float32 has.
+                product = (left @ weight).mul_(columns)
                 if row_scales is not None:
                     product *= row_scales
-                product *= columns
                 if bias is not None:
                     product += bias
             result.copy_(product)
@@ -139,8 +134,8 @@ def _widened(args: ProjectionArguments) -> tuple[Tensor, Tensor | None, Prepare]
     assert args.weight_scales is not None
     if kind is QuantizationType.MX:
         scales = expand_compact_scales(args.weight_scales) if args.compact_weight_scales else args.weight_scales
-        dtype = product_dtype(scales)
-        return dequantize_mx(args.weight, scales, dtype), None, lambda x: (quantize_dequantize_mx(x, dtype), None)
+        right = right_factor(args.weight, scales)
+        return right, None, lambda x: (left_factor(x, right.dtype), None)
     maximum = fp8_max(args.dtype_mode, args.target)
     weight, columns = args.weight.to(dtype), args.weight_scales[0].to(dtype)
     if kind is QuantizationType.STATIC:

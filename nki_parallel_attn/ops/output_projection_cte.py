@@ -47,7 +47,7 @@ def output_projection_cte(
             STATIC  float8, clamp(x / input_scales); the product times input_scales * weight_scales.
             ROW     float8, each token by its own absmax / maximum; the product times that times weight_scales.
             MX      float8_e4m3fn in blocks of 32 along N*D, as nki.isa.quantize_mx does; needs target="trn3".
-        input_scales: STATIC: [128, 1] float32, one repeated positive value. Else None.
+        input_scales: STATIC: [128, 1] float32, one repeated value of at least 2^-126. Else None.
         weight_scales: STATIC: [128, 1] float32, one repeated value. ROW: [1, H] float32, or [128, H] of equal rows. MX:
             [N*D/32, H] uint8 or float8_e8m0fnu. NONE: None.
         output_dtype: bfloat16, float16, float32, or attention's; None for attention's, for MX bfloat16.
@@ -57,7 +57,7 @@ def output_projection_cte(
             ROW takes BSNd; None is BSNd for ROW and BNdS for the others. All are 4-D, so a wrong one can not be told
             from the shape unless N*D or D gives it away.
         out: [B, S_total, H] of the output's dtype: receives the result in its rows out_s_offset to out_s_offset + S - 1
-            and keeps all others. Without quantisation only.
+            and keeps all others. Without quantisation only, and with no memory in common with an operand.
         out_s_offset: first row of `out`.
         backend: "auto" is "neuron" on a Neuron device, else "torch"; NKI_PARALLEL_ATTN_BACKEND overrides "auto".
         lnc: logical core size, 1 or 2: each core computes its part of H.

@@ -10,6 +10,7 @@ from nki_parallel_attn.kernels.microscaling_torch import BLOCK, COMPACT_BLOCK, E
 from nki_parallel_attn.kernels.output_projection_cte_arguments import ProjectionArguments
 from nki_parallel_attn.kernels.quantization_torch import FP8, exceeds, fp8_max
 from nki_parallel_attn.ops.validation import (
+    check_apart,
     check_bool,
     check_device,
     check_int,
@@ -27,6 +28,8 @@ MAX_HIDDEN = 32768
 MAX_HEAD_DIM = 128
 # The kernel's MX matmul takes its contraction in multiples of 32 partitions of 4 elements.
 KERNEL_MX_CONTRACTION = 128
+# The least normal float32: the kernel multiplies by the reciprocal, which of a smaller one may be infinite.
+LEAST_INPUT_SCALE = 2.0**-126
 
 NONE, STATIC, ROW, MX = (QuantizationType[name] for name in ("NONE", "STATIC", "ROW", "MX"))
 BNdS, BSNd, BNSd = OProjAttentionLayout.BNdS, OProjAttentionLayout.BSNd, OProjAttentionLayout.BNSd
@@ -70,22 +73,22 @@ def check_arguments(
     if bias is not None:
         check_tensor("bias", bias, "1, H", (attention.dtype,), H=hidden)
     _check_scales(quantization_type, input_scales, weight_scales, compact_weight_scales, contraction, hidden)
-    check_device(
-        attention,
-        "attention",
-        weight=weight,
-        bias=bias,
-        input_scales=input_scales,
-        weight_scales=weight_scales,
-        out=out,
-    )
+    operands = {
+        "weight": weight,
+        "bias": bias,
+        "input_scales": input_scales,
+        "weight_scales": weight_scales,
+    }
+    check_device(attention, "attention", **operands, out=out)
+    _check_scale_values(quantization_type, input_scales, weight_scales)
     dtype = _output_dtype(output_dtype, quantization_type, attention.dtype)
     _check_out(out, out_s_offset, quantization_type, dtype, sizes["B"], sizes["S"], hidden)
+    if out is not None:
+        check_apart("out", out.narrow(1, out_s_offset, sizes["S"]), attention=attention, weight=weight, bias=bias)
     if quantization_type in (STATIC, ROW):
         _check_range(weight, dtype_mode, target)
-    if quantization_type is not NONE and _wants_gradient(attention, bias):
-        name = quantization_type.name
-        raise ArgumentError("attention or bias", "requires_grad=True", f"no gradient with quantization_type={name}")
+    if quantization_type is not NONE:
+        _check_no_gradient(f"quantization_type={quantization_type.name}", attention=attention, **operands)
     return ProjectionArguments(
         attention=attention,
         weight=weight,
@@ -113,12 +116,12 @@ def check_backend(args: ProjectionArguments, backend: str) -> None:
     """Raise for what the torch backend takes and the NKI kernel does not."""
     if backend == "torch":
         return
-    tensors = {"attention": args.attention, "weight": args.weight, "bias": args.bias, "out": args.out}
     for name, dtype in (("attention", args.attention.dtype), ("output_dtype", args.output_dtype)):
         if dtype not in KERNEL_DTYPES:
             raise ArgumentTypeError(name, dtype, f"bfloat16, float16 or float32 with backend={backend!r}")
-    if _wants_gradient(*tensors.values()):
-        raise ArgumentError(" or ".join(tensors), "requires_grad=True", f"no gradient with backend={backend!r}")
+    _check_no_gradient(
+        f"backend={backend!r}", attention=args.attention, weight=args.weight, bias=args.bias, out=args.out
+    )
     contraction = args.heads * args.head_dim
     if args.quantization_type is MX and contraction % KERNEL_MX_CONTRACTION:
         raise ArgumentError(
@@ -182,18 +185,9 @@ def _check_scales(
     if kind is STATIC:
         for name, scales in given.items():
             check_tensor(name, scales, "128, 1", (torch.float32,))
-            assert scales is not None
-            check_repeated_scalar(name, scales.detach())
-            if name == "input_scales" and not float(scales[0, 0]) > 0:
-                raise ArgumentError(name, float(scales[0, 0]), "a positive number")
     elif kind is ROW:
         rows = "1" if isinstance(weight_scales, Tensor) and weight_scales.shape[:1] == (1,) else "128"
         check_tensor("weight_scales", weight_scales, f"{rows}, H", (torch.float32,), H=hidden)
-        assert weight_scales is not None
-        if not bool(weight_scales.isfinite().all()):
-            raise ArgumentError("weight_scales", "a value that is not finite", "finite numbers")
-        if not bool((weight_scales == weight_scales[:1]).all()):
-            raise ArgumentError("weight_scales", "rows that differ", "[128, H] with the same numbers in every row")
     elif kind is MX:
         block, columns = (COMPACT_BLOCK, hidden // COMPACT_BLOCK) if compact else (BLOCK, hidden)
         if compact and (contraction % COMPACT_BLOCK or hidden % COMPACT_BLOCK):
@@ -205,6 +199,22 @@ def _check_scales(
         across = f"H/{COMPACT_BLOCK}" if compact else "H"
         wanted = {f"N*D/{block}": contraction // block, across: columns}
         check_tensor("weight_scales", weight_scales, f"N*D/{block}, {across}", MX_SCALES, **wanted)
+
+
+def _check_scale_values(kind: QuantizationType, input_scales: Tensor | None, weight_scales: Tensor | None) -> None:
+    if kind is STATIC:
+        assert input_scales is not None and weight_scales is not None
+        check_repeated_scalar("input_scales", input_scales.detach())
+        check_repeated_scalar("weight_scales", weight_scales.detach())
+        scale = float(input_scales[0, 0].detach())
+        if scale < LEAST_INPUT_SCALE:
+            raise ArgumentError("input_scales", scale, "a positive number, not below 2^-126")
+    elif kind is ROW:
+        assert weight_scales is not None
+        if not bool(weight_scales.isfinite().all()):
+            raise ArgumentError("weight_scales", "a value that is not finite", "finite numbers")
+        if not bool((weight_scales == weight_scales[:1]).all()):
+            raise ArgumentError("weight_scales", "rows that differ", "[128, H] with the same numbers in every row")
 
 
 def _output_dtype(asked: torch.dtype | None, kind: QuantizationType, dtype: torch.dtype) -> torch.dtype:
@@ -236,8 +246,6 @@ def _check_out(
     total = check_tensor("out", out, "B, S_total, H", (dtype,), B=batch, H=hidden)[1]
     if offset + length > total:
         raise ArgumentError("out_s_offset", offset, f"at most S_total - S = {total} - {length}")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ArgumentError("out", "an expanded tensor", "one with memory for every element")
     if torch.is_grad_enabled() and out.requires_grad and out.is_leaf:
         raise ArgumentError("out", "a leaf that requires grad", "a tensor that can be written in place")
 
@@ -250,5 +258,7 @@ def _check_range(weight: Tensor, dtype_mode: DtypeMode, target: str) -> None:
         raise ArgumentError("weight", got, expected, "quantise it to that range, or pass DtypeMode.OCP on trn3")
 
 
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _check_no_gradient(where: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad:
+            raise ArgumentError(name, "requires_grad=True", f"no gradient with {where}")

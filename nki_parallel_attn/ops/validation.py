@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
+
+# Steps in which NumPy looks for an element that two tensors share.
+OVERLAP_WORK = 100_000
 
 
 def check_tensor(
@@ -52,6 +56,49 @@ def check_device(reference: Tensor, reference_name: str, **tensors: Tensor | Non
             )
 
 
+def check_apart(name: str, written: Tensor, **read: Tensor | None) -> None:
+    """Check that each element of a tensor to write to has memory of its own, and none that is also read.
+
+    Tensors whose memory is too entangled to tell count as sharing it; rows, columns and steps of a buffer are not.
+    """
+    reach = 0
+    for stride, size in sorted(zip(written.stride(), written.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise ArgumentError(name, "a tensor whose elements share memory", "one with memory for every element")
+            reach += stride * (size - 1)
+    for other, tensor in read.items():
+        if tensor is not None and _share_memory(written, tensor):
+            raise ArgumentError(name, f"a tensor that shares memory with {other}", "one with memory of its own")
+
+
+class _Elements:
+    """Where a tensor's elements lie, as NumPy takes it; the memory may be another device's and is not touched."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "data": (tensor.data_ptr(), True),
+        }
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    if one.device.type == "meta":
+        return False
+    try:
+        return np.shares_memory(
+            np.asarray(_Elements(one)),
+            np.asarray(_Elements(other)),
+            max_work=OVERLAP_WORK,  # type: ignore[arg-type]
+        )
+    except RuntimeError:  # NumPy's TooHardError
+        return True
+
+
 def check_int(name: str, value: object, *, minimum: int) -> int:
     """Check for a Python integer of at least `minimum` and return it."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -92,9 +139,9 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
 def check_repeated_scalar(name: str, value: Tensor) -> None:
     """Check that every entry is the same finite number."""
     flat = value.flatten().to(torch.float64)
+    if not bool(flat[0].isfinite()):
+        raise ArgumentError(name, float(flat[0]), "a finite number")
     different = (flat != flat[0]).nonzero()
     if len(different):
         index = int(different[0])
         raise ArgumentError(name, f"{float(flat[0])} at 0 and {float(flat[index])} at {index}", "one repeated value")
-    if not bool(flat[0].isfinite()):
-        raise ArgumentError(name, float(flat[0]), "a finite number")

@@ -31,6 +31,10 @@ def repeated(value, entry=None, rows=128, columns=1):
     return scales
 
 
+def trained(*shape):
+    return torch.ones(*shape).requires_grad_()
+
+
 def fp8(*shape, byte=0):
     return torch.full(shape, byte, dtype=torch.uint8).view(E4M3FN)
 
@@ -78,6 +82,10 @@ BAD = {
     "input scale dtype": ("static", {"input_scales": repeated(1.0).double()}, "input_scales", "float32"),
     "input scale not repeated": ("static", {"input_scales": repeated(1.0, 2.0)}, "input_scales", "2.0 at 3"),
     "input scale zero": ("static", {"input_scales": repeated(0.0)}, "input_scales", "positive"),
+    "input scale NaN": ("static", {"input_scales": repeated(torch.nan)}, "input_scales", "got nan, .* finite"),
+    "input scale without a reciprocal": ("static", {"input_scales": repeated(1e-39)}, "input_scales", r"2\^-126"),
+    "input scale device": ("static", {"input_scales": repeated(1.0).to("meta")}, "input_scales", "meta"),
+    "input scale gradient": ("static", {"input_scales": trained(128, 1)}, "input_scales", "no gradient"),
     "input scale infinite": ("static", {"input_scales": repeated(torch.inf)}, "input_scales", "finite"),
     "weight scale without quantisation": ("none", {"weight_scales": repeated(1.0)}, "weight_scales", "NONE"),
     "weight scale missing": ("row", {"weight_scales": None}, "weight_scales", "NoneType"),
@@ -87,6 +95,14 @@ BAD = {
     "ROW weight scale width": ("row", {"weight_scales": repeated(1.0, rows=1)}, "weight_scales", r"\[1, H=20\]"),
     "ROW scale rows": ("row", {"weight_scales": repeated(1.0, 2.0, 128, 20)}, "weight_scales", "rows that differ"),
     "ROW weight scale NaN": ("row", {"weight_scales": repeated(torch.nan, None, 1, 20)}, "weight_scales", "finite"),
+    "ROW weight scale device": ("row", {"weight_scales": torch.ones(1, 20).to("meta")}, "weight_scales", "meta"),
+    "STATIC weight scale gradient": ("static", {"weight_scales": trained(128, 1)}, "weight_scales", "gradient"),
+    "ROW weight scale gradient": ("row", {"weight_scales": trained(1, 20)}, "weight_scales", "gradient"),
+    "STATIC weight gradient": ("static", {"weight": torch.nn.Parameter(fp8(48, 20))}, "weight", "gradient"),
+    "ROW weight gradient": ("row", {"weight": torch.nn.Parameter(fp8(48, 20))}, "weight", "gradient"),
+    "MX weight gradient": ("mx", {"weight": torch.nn.Parameter(fp8(32, 128, 4))}, "weight", "gradient"),
+    "quantised attention gradient": ("mx", {"attention": bf16(1, 2, 64, 5).requires_grad_()}, "attention", "gradient"),
+    "quantised bias gradient": ("row", {"bias": bf16(1, 20).requires_grad_()}, "bias", "gradient"),
     "MX attention dtype": ("mx", {"attention": torch.zeros(1, 2, 64, 5)}, "attention", "float32"),
     "MX contraction": ("mx", {"attention": bf16(1, 2, 63, 5)}, "attention", "multiple of 32"),
     "MX weight unpacked": ("mx", {"weight": fp8(128, 128)}, "weight", r"\[N\*D/4=32, H, 4\]"),
@@ -113,6 +129,9 @@ BAD = {
     "out of output_dtype": ("none", {"out": bf16(2, 7, 20), "output_dtype": torch.float16}, "out", "bfloat16"),
     "out device": ("none", {"out": bf16(2, 7, 20).to("meta")}, "out", "meta"),
     "out expanded": ("none", {"out": bf16(1, 7, 20).expand(2, 7, 20)}, "out", "every element"),
+    "out of sequences that overlap": (
+        "none", {"out": bf16(400).as_strided((2, 7, 20), (100, 20, 1))}, "out", "every element",
+    ),
     "out too short": ("none", {"out": bf16(2, 6, 20)}, "out_s_offset", "6 - 7"),
     "offset beyond": ("none", {"out": bf16(2, 9, 20), "out_s_offset": 3}, "out_s_offset", "9 - 7"),
     "offset negative": ("none", {"out": bf16(2, 9, 20), "out_s_offset": -1}, "out_s_offset", "at least 0"),
@@ -141,12 +160,25 @@ def test_a_leaf_that_requires_grad_cannot_be_out():
         output_projection_cte(**CASES["none"].arguments(), out=out)
 
 
-@pytest.mark.parametrize("name", ["static", "row", "mx"])
-def test_quantised_activations_have_no_gradient(name):
-    arguments = CASES[name].arguments()
-    arguments["attention"].requires_grad_()
-    with pytest.raises(ArgumentError, match="no gradient with quantization_type"):
-        output_projection_cte(**arguments)
+@pytest.mark.parametrize("backend", ["torch", "sim"])
+@pytest.mark.parametrize("operand", ["attention", "weight", "bias"])
+def test_out_in_the_memory_of_an_operand(operand, backend):
+    memory = torch.randn(32, 32)
+    arguments = {"attention": torch.randn(1, 32, 2, 16), "weight": torch.randn(32, 32), "bias": torch.randn(1, 32)}
+    part = {"attention": memory.view(1, 32, 2, 16), "weight": memory, "bias": memory[10:11]}[operand]
+    with pytest.raises(ArgumentError, match=f"shares memory with {operand}"):
+        output_projection_cte(**{**arguments, operand: part}, attention_layout=BSNd, out=memory[None], backend=backend)
+
+
+def test_out_between_the_rows_of_an_operand():
+    """Their memory is one, but they have no element in common."""
+    memory = torch.zeros(2, 7, 2, 48)
+    attention = memory[:, :, 0].view(2, 7, 3, 16)
+    attention.copy_(torch.randn(2, 7, 3, 16))
+    weight = torch.randn(48, 48)
+    expected = output_projection_cte(attention.clone(), weight, attention_layout=BSNd)
+    output_projection_cte(attention, weight, attention_layout=BSNd, out=memory[:, :, 1])
+    torch.testing.assert_close(memory[:, :, 1], expected)
 
 
 def test_the_largest_float8_of_each_format_is_allowed():

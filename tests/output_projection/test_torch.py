@@ -212,6 +212,20 @@ def test_gradients_through_out():
     assert torch.allclose(arguments["weight"].grad, rows.sum(0)[:, None].expand(-1, 20))
 
 
+@pytest.mark.parametrize("kind", ["gradient", NONE, STATIC, ROW, MX])
+def test_autocast_takes_no_precision(kind):
+    gradient, kind = kind == "gradient", NONE if kind == "gradient" else kind
+    target = "trn3" if kind is MX else "trn2"
+    dtype = torch.bfloat16 if kind is MX else torch.float32
+    case = Case(heads=4, dtype=dtype, kind=kind, target=target, output_dtype=torch.float32)
+    arguments = case.arguments()
+    if gradient:
+        arguments["weight"].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = output_projection_cte(**arguments)
+    close(got, case)
+
+
 def test_attention_is_not_copied(monkeypatch):
     """The fold of all layouts but BNSd shares attention's memory."""
     for layout in (BNdS, BSNd, BNSd):

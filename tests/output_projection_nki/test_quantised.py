@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
+from nki_parallel_attn import output_projection_cte
 from nki_parallel_attn.kernels import output_projection_cte as kernel_module
 from nki_parallel_attn.topology.types import DtypeMode
 from tests.output_projection_nki.case import BFLOAT16, FLOAT16, FLOAT32, MX, ROW, STATIC, Case
@@ -102,10 +105,14 @@ def extremes(x):
     x[0, 4, 2] = -60000.0
 
 
-@pytest.mark.parametrize("kind", [STATIC, ROW, MX])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
-def test_largest_and_smallest_values(kind, dtype):
-    Case((1, 2, 128, 20, 64), kind, dtype=dtype, change=extremes, output_dtype=FLOAT32).check()
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*itertools.product((STATIC, ROW, MX), (BFLOAT16, FLOAT16)), (STATIC, FLOAT32), (ROW, FLOAT32)]
+)
+@pytest.mark.parametrize("backend", ["sim", "torch"])
+def test_largest_and_smallest_values(kind, dtype, backend):
+    case = Case((1, 2, 128, 20, 64), kind, dtype=dtype, change=extremes, output_dtype=FLOAT32)
+    target = "trn3" if kind is MX else "trn2"
+    case.compare(output_projection_cte(**case.arguments, backend=backend, target=target))
 
 
 @pytest.mark.parametrize("kind", [STATIC, ROW, MX])

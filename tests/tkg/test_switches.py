@@ -8,6 +8,7 @@ from functools import lru_cache
 import pytest
 import torch
 
+from nki_parallel_attn import attention_block_tkg
 from tests.tkg.case import Case
 from tests.tkg.compare import check_rank
 from tests.tkg.in_process import run_block
@@ -82,3 +83,11 @@ def test_pairs_of_switches(chunk):
             check(case)
         except Exception as error:
             raise AssertionError(case) from error
+
+
+def test_autocast_takes_no_precision():
+    case = Case(dtype=torch.float32, bias=True, out="bias")
+    arguments = case.arguments(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = attention_block_tkg(**arguments)
+    check_rank(case, 0, arguments, results)
