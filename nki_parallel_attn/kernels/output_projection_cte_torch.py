@@ -1,6 +1,8 @@
 """output_projection_cte in torch: attention @ weight + bias over the folded (head, head dim) contraction.
 
 The fold is a view of [B, N, D, S], whose product is taken transposed, and of [B, S, N, D]; [B, N, S, D] needs one copy.
+Sequences whose tokens do not follow each other as rows are multiplied one by one, short ones several at once after a
+copy of these.
 Operands that torch multiplies as they are go through one fused product and bias per piece, written in place. All others
 (quantised ones, 16-bit ones whose result has another dtype, or on a CPU that has no 16-bit products) are multiplied in
 float32, some rows at a time, so that widened activations stay small.
@@ -11,7 +13,7 @@ product may round before it adds the bias.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from nki_parallel_attn.kernels.output_projection_cte_arguments import Projection
 from nki_parallel_attn.kernels.quantization_torch import fp8_max, quantize_rows, quantize_static
 from nki_parallel_attn.topology.types import OProjAttentionLayout, QuantizationType
 
-# Rows that are widened at once: 1024 x 1024 of float32 are 4 MiB.
+# Rows that are widened, or copied from several sequences, at once: 1024 x 1024 of float32 are 4 MiB.
 WIDE_ROWS = 1024
 
 # Activations [rows, K] to the left operand of the product, and what the product's rows are multiplied with.
@@ -47,8 +49,14 @@ def output_projection_cte(args: ProjectionArguments) -> Tensor:
         else:
             out, into = args.out, args.out.narrow(1, args.out_s_offset, args.length)
         project = _native(args) if _multiplies(args) else _wide(args)
-        for rows, result in zip(_pieces(x, into), _pieces(into, x), strict=True):
-            project(rows, result)
+        count = _sequences_at_once(x, into)
+        for some, result in zip(torch.split(x, count), torch.split(into, count), strict=True):
+            if len(result) == 1 or result.is_contiguous():
+                project(some.flatten(0, 1), result.flatten(0, 1))
+            else:
+                rows = result.new_empty(result.shape).flatten(0, 1)
+                project(some.flatten(0, 1), rows)
+                result.copy_(rows.view(result.shape))
     return out
 
 
@@ -61,12 +69,13 @@ def fold(attention: Tensor, layout: OProjAttentionLayout) -> Tensor:
     return attention.flatten(2, 3)
 
 
-def _pieces(tensor: Tensor, other: Tensor) -> Iterator[Tensor]:
-    """[B, S, n] as [rows, n] views: one of all rows if that exists of both tensors, else one for each sequence."""
-    if tensor.is_contiguous() and other.is_contiguous():
-        yield tensor.flatten(0, 1)
-    else:
-        yield from tensor.unbind(0)
+def _sequences_at_once(x: Tensor, into: Tensor) -> int:
+    """All if the rows of [B, S, n] are evenly spaced in both tensors; else one, but several short ones.
+
+    The weight passes through the caches once for each product, which takes longer than to copy few rows.
+    """
+    batch, length, _ = x.shape
+    return batch if x.is_contiguous() and into.is_contiguous() else max(WIDE_ROWS // length, 1)
 
 
 def _multiplies(args: ProjectionArguments) -> bool:
@@ -91,8 +100,9 @@ def _recorded(x: Tensor, args: ProjectionArguments) -> Tensor:
     dtype = x.dtype if _multiplies(args) else torch.promote_types(x.dtype, torch.float32)
     weight = args.weight.to(dtype)
     bias = None if args.bias is None else args.bias[0].to(dtype)
-    rows = [_product(piece.to(dtype), weight, bias).to(args.output_dtype) for piece in _pieces(x, x)]
-    return (rows[0] if len(rows) == 1 else torch.stack(rows)).view(args.batch, args.length, args.hidden)
+    pieces = [piece.flatten(0, 1).to(dtype) for piece in torch.split(x, _sequences_at_once(x, x))]
+    rows = [_product(piece, weight, bias).to(args.output_dtype) for piece in pieces]
+    return (rows[0] if len(rows) == 1 else torch.cat(rows)).view(args.batch, args.length, args.hidden)
 
 
 def _native(args: ProjectionArguments) -> Callable[[Tensor, Tensor], None]:

@@ -140,7 +140,9 @@ def test_strided_operands(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("strided", [False, True])
-def test_out_is_written_in_its_rows_and_nowhere_else(layout, dtype, strided):
+@pytest.mark.parametrize("at_once", [1, 1024])
+def test_out_is_written_in_its_rows_and_nowhere_else(layout, dtype, strided, at_once, monkeypatch):
+    monkeypatch.setattr(twin, "WIDE_ROWS", at_once)
     case = Case(layout=layout, dtype=dtype)
     arguments = case.arguments()
     memory = torch.full((case.batch, 12, case.hidden + 4), 7.0, dtype=dtype)
@@ -173,7 +175,9 @@ def test_a_wrong_argument_leaves_out_untouched():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients(layout, bias):
+@pytest.mark.parametrize("at_once", [1, 1024])
+def test_gradients(layout, bias, at_once, monkeypatch):
+    monkeypatch.setattr(twin, "WIDE_ROWS", at_once)
     arguments = Case(dtype=torch.float64, layout=layout, length=3, hidden=4, head_dim=2, bias=bias).arguments()
     names = ["attention", "weight", *(["bias"] if bias else [])]
 
@@ -224,6 +228,20 @@ def test_autocast_takes_no_precision(kind):
     with torch.autocast("cpu", torch.bfloat16):
         got = output_projection_cte(**arguments)
     close(got, case)
+
+
+@pytest.mark.parametrize(("length", "products"), [(2, 1), (300, 22), (512, 32), (513, 64)])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_short_sequences_share_a_product(length, products, gradient, monkeypatch):
+    """[B, N, D, S] has no rows of tokens over several sequences; one product for each is slow if they are short."""
+    calls = []
+    product = twin._product
+    monkeypatch.setattr(twin, "_product", lambda *operands: calls.append(operands) or product(*operands))
+    case = Case(64, 1, 4, length, 5, layout=BNdS)
+    arguments = case.arguments()
+    arguments["weight"].requires_grad_(gradient)
+    close(output_projection_cte(**arguments), case)
+    assert len(calls) == products
 
 
 def test_attention_is_not_copied(monkeypatch):
