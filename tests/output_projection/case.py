@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,14 @@ class Case:
     def _rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed + 1)
 
+    def _bias(self) -> Tensor:
+        return torch.from_numpy(self._rng().standard_normal((1, self.hidden))).to(self.dtype)
+
+    def _plain_weight(self) -> Tensor:
+        weight = self._rng().standard_normal((self.contraction, self.hidden)) / np.sqrt(self.contraction)
+        return torch.from_numpy(weight).to(self.dtype)
+
+    @cached_property
     def quantized_weight(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Codes [K, H], and scales: STATIC [], ROW [H] float32, MX bytes, dense or compact."""
         rng, k, h = self._rng(), self.contraction, self.hidden
@@ -94,11 +103,10 @@ class Case:
             "output_dtype": self.output_dtype,
         }
         if self.bias:
-            given["bias"] = torch.from_numpy(self._rng().standard_normal((1, self.hidden))).to(self.dtype)
+            given["bias"] = self._bias()
         if self.kind is NONE:
-            weight = self._rng().standard_normal((self.contraction, self.hidden)) / np.sqrt(self.contraction)
-            return {**given, "weight": torch.from_numpy(weight).to(self.dtype)}
-        codes, scales = self.quantized_weight()
+            return {**given, "weight": self._plain_weight()}
+        codes, scales = self.quantized_weight
         elements = torch.from_numpy(codes).view(self.element if self.kind is MX else E4M3FN)
         if self.kind is MX:
             given["compact_weight_scales"] = self.compact
@@ -114,8 +122,8 @@ class Case:
         x = self.attention().double().numpy()
         rows = np.stack([x[b, :, :, s].reshape(-1) for b in range(self.batch) for s in range(self.length)])
         if self.kind is NONE:
-            return rows, self.arguments()["weight"].double().numpy()
-        codes, scales = self.quantized_weight()
+            return rows, self._plain_weight().double().numpy()
+        codes, scales = self.quantized_weight
         if self.kind is MX:
             if self.compact:
                 scales = np.repeat(np.repeat(scales, 4, axis=0), 128, axis=1)
@@ -132,7 +140,7 @@ class Case:
         product = left @ right
         magnitude = np.abs(left) @ np.abs(right)
         if self.bias:
-            bias = self.arguments()["bias"].double().numpy()
+            bias = self._bias().double().numpy()
             product, magnitude = product + bias, magnitude + np.abs(bias)
         shape = self.batch, self.length, self.hidden
         return torch.from_numpy(product).view(shape), torch.from_numpy(self._tolerance(product, magnitude)).view(shape)
