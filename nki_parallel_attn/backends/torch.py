@@ -20,7 +20,7 @@ from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import 
 from nki_parallel_attn.kernels.attention_kv_parallel_segmented_cte_torch import (
     attention_kv_parallel_segmented_cte as prefill,
 )
-from nki_parallel_attn.kernels.collectives_torch import exchange_for
+from nki_parallel_attn.kernels.collectives_torch import exchange_for, exchanges_for
 from nki_parallel_attn.kernels.output_projection_cte_arguments import ProjectionArguments
 from nki_parallel_attn.kernels.output_projection_cte_torch import output_projection_cte as project
 from nki_parallel_attn.kernels.paged_kv_torch import contiguous_slots, round_robin_slots
@@ -105,14 +105,17 @@ def attention_block_tkg(
     CP_group: dist.ProcessGroup | None,
 ) -> tuple[Output, Tensor, Tensor]:
     """Checked arguments; the ranks are this rank's lists, alone where the degree is 1."""
-    kvdp_exchange = cp_exchange = None
-    if sizes.kvdp > 1:
-        kvdp_exchange = exchange_for(KVDP_group or process_group_for(kvdp_ranks), args.X.device)
-        if args.KVDP_collective_mode is None:
-            platform = platform_for(args.target, dist.get_world_size(), args.lnc)
-            args = replace(args, KVDP_collective_mode=platform.kvdp_collective_modes(sizes.kvdp, args.lnc)[0])
-    if sizes.cp > 1:
-        cp_exchange = exchange_for(CP_group or process_group_for(cp_ranks), args.X.device)
+    if sizes.kvdp > 1 and args.KVDP_collective_mode is None:
+        platform = platform_for(args.target, dist.get_world_size(), args.lnc)
+        args = replace(args, KVDP_collective_mode=platform.kvdp_collective_modes(sizes.kvdp, args.lnc)[0])
+    groups = [
+        given or process_group_for(ranks)
+        for given, ranks, degree in ((KVDP_group, kvdp_ranks, sizes.kvdp), (CP_group, cp_ranks, sizes.cp))
+        if degree > 1
+    ]
+    exchanges = iter(exchanges_for(groups, args.X.device))
+    kvdp_exchange = next(exchanges) if sizes.kvdp > 1 else None
+    cp_exchange = next(exchanges) if sizes.cp > 1 else None
     with without_autocast(args.X.device):
         return decode(args, sizes, kvdp_exchange, cp_exchange)
 

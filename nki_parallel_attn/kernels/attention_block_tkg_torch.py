@@ -36,17 +36,17 @@ def attention_block_tkg(
     args: BlockArguments, sizes: BlockSizes, kvdp_exchange: Exchange | None, cp_exchange: Exchange | None
 ) -> tuple[Output, Tensor, Tensor]:
     """The page's three results; arguments are checked. An exchange is None where its degree is 1."""
-    q, k, v = new_tokens(args, sizes)
-    fp8 = args.k_scale is not None
-    if sizes.kvdp > 1:
-        assert kvdp_exchange is not None
-        rows = slice(kvdp_exchange.rank * sizes.batch_attn, (kvdp_exchange.rank + 1) * sizes.batch_attn)
-        k, v = k[rows], v[rows]
-    if args.k_scale is not None and args.v_scale is not None:
-        maximum = fp8_max(args.dtype_mode, args.target)
-        k = cache.quantise(k, args.k_scale, maximum, args.K_cache.dtype)
-        v = cache.quantise(v, args.v_scale, maximum, args.V_cache.dtype)
+    # Open before the first product: peers already wait, and must hear of whatever fails here.
     with collectives.open_groups(kvdp_exchange, cp_exchange) as (kvdp, cp):
+        q, k, v = new_tokens(args, sizes)
+        if kvdp is not None:
+            rows = slice(kvdp.rank * sizes.batch_attn, (kvdp.rank + 1) * sizes.batch_attn)
+            k, v = k[rows], v[rows]
+        fp8 = args.k_scale is not None
+        if args.k_scale is not None and args.v_scale is not None:
+            maximum = fp8_max(args.dtype_mode, args.target)
+            k = cache.quantise(k, args.k_scale, maximum, args.K_cache.dtype)
+            v = cache.quantise(v, args.v_scale, maximum, args.V_cache.dtype)
         out = q
         if not args.skip_attention:
             mode = args.KVDP_collective_mode or KVDPCollectiveMode.ALL_GATHER_SLICE

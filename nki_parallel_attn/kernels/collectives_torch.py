@@ -19,7 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -287,6 +287,37 @@ def exchange_for(group: dist.ProcessGroup | None = None, device: torch.device | 
     if exchange is None or not exchange.ready():
         exchange = known[device.type] = _connect(group, device)
     return exchange
+
+
+def exchanges_for(groups: Sequence[dist.ProcessGroup | None], device: torch.device | str = "cpu") -> list[Exchange]:
+    """`exchange_for` each group; where one fails, the peers in the others are stopped as well."""
+    exchanges: list[Exchange] = []
+    errors: list[BaseException] = []
+    for group in groups:
+        try:
+            exchanges.append(exchange_for(group, device))
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        with open_rounds(exchanges):
+            raise errors[0]
+    return exchanges
+
+
+@contextmanager
+def open_rounds(exchanges: Sequence[Exchange]) -> Iterator[list[Round]]:
+    """A round of each exchange at once; what fails in one, or in opening it, stops the peers in the others as well."""
+    with ExitStack() as stack:
+        rounds: list[Round] = []
+        errors: list[BaseException] = []
+        for exchange in exchanges:
+            try:
+                rounds.append(stack.enter_context(exchange.round()))
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        yield rounds
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> Exchange:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nki_parallel_attn.kernels.collectives_torch import Exchange, Round
+from nki_parallel_attn.kernels.collectives_torch import Exchange, Round, open_rounds
 from nki_parallel_attn.topology.types import KVDPCollectiveMode
 
 
@@ -30,14 +30,10 @@ class Group(NamedTuple):
 @contextmanager
 def open_groups(kvdp: Exchange | None, cp: Exchange | None) -> Iterator[tuple[Group | None, Group | None]]:
     """One round of each group for the whole step, so that a failure in one also stops the ranks of the other."""
-    if kvdp is not None:
-        with kvdp.round() as opened, open_groups(None, cp) as (_, cp_group):
-            yield Group(opened, kvdp.rank, kvdp.size), cp_group
-    elif cp is not None:
-        with cp.round() as opened:
-            yield None, Group(opened, cp.rank, cp.size)
-    else:
-        yield None, None
+    exchanges = [exchange for exchange in (kvdp, cp) if exchange is not None]
+    with open_rounds(exchanges) as rounds:
+        opened = (Group(each, of.rank, of.size) for each, of in zip(rounds, exchanges, strict=True))
+        yield None if kvdp is None else next(opened), None if cp is None else next(opened)
 
 
 def wait_for_all(kvdp: Exchange | None, cp: Exchange | None) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nki_parallel_attn import AttentionShape, Interleaved, ShardingPlan, attention_block_tkg
+from nki_parallel_attn.backends import torch as torch_backend
 from nki_parallel_attn.errors import PeerError, RankFailedError
 from nki_parallel_attn.kernels import attention_block_tkg_torch
 from nki_parallel_attn.kernels.collectives_torch import TRANSPORT_VARIABLE
@@ -142,4 +143,32 @@ def test_a_rank_that_fails_at_the_end_leaves_all_caches_alone(rank):
                 attention_block_tkg(**arguments)
             for name, cache in zip(("K_cache", "V_cache"), before, strict=True):
                 assert torch.equal(arguments[name].nan_to_num(9.0), cache.nan_to_num(9.0))
+    check(case, rank)
+
+
+@pytest.mark.parametrize("late_for", ["exchanges_for", "decode"])
+@pytest.mark.multirank(world_size=4)
+def test_a_rank_that_comes_late_to_a_failure_passes_it_on(rank, late_for):
+    """Rank 1 fails before it has exchanged anything. Rank 0 hears of it on its way into the KVDP group that they share,
+    while rank 2, which shares no group with rank 1, waits for rank 0 in their CP group."""
+    case = Case(kvdp=2, cp=2, batch=4, cache="block4")
+    check(case, rank)
+    store = dist.distributed_c10d._get_default_store()
+    original = getattr(torch_backend, late_for)
+
+    def late(*arguments: object) -> object:
+        store.wait([late_for])
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(torch_backend, late_for, late)
+        if rank == 1:
+            patch.setattr(attention_block_tkg_torch, "new_tokens", lambda *_: {}["missing"])
+        start = time.monotonic()
+        with pytest.raises(KeyError if rank == 1 else PeerError, match="missing"):
+            attention_block_tkg(**case.arguments(rank))
+        assert time.monotonic() - start < SOON
+        if rank == 3:  # which has traded with rank 2 by then
+            store.set(late_for, "")
     check(case, rank)
