@@ -124,8 +124,8 @@ def _wide(args: ProjectionArguments) -> Callable[[Tensor, Tensor], None]:
             if columns is None:
                 product = _product(left, weight, bias)
             else:
-                # The weight's scales, which are small, first: large activations times it may be more than float32 has.
-                product = (left @ weight).mul_(columns)
+                # In float64, for one scale times the product, or times the other, may not fit float32.
+                product = (left @ weight).to(torch.float64).mul_(columns)
                 if row_scales is not None:
                     product *= row_scales
                 if bias is not None:
@@ -147,10 +147,10 @@ def _widened(args: ProjectionArguments) -> tuple[Tensor, Tensor | None, Prepare]
         right = right_factor(args.weight, scales)
         return right, None, lambda x: (left_factor(x, right.dtype), None)
     maximum = fp8_max(args.dtype_mode, args.target)
-    weight, columns = args.weight.to(dtype), args.weight_scales[0].to(dtype)
+    weight, columns = args.weight.to(dtype), args.weight_scales[0].to(torch.float64)
     if kind is QuantizationType.STATIC:
         assert args.input_scales is not None
-        scale = args.input_scales[0, 0].to(dtype)
+        scale = args.input_scales[0, 0]
         return weight, columns * scale, lambda x: (quantize_static(x, scale, maximum).to(dtype), None)
 
     def by_row(x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -28,8 +28,9 @@ MAX_HIDDEN = 32768
 MAX_HEAD_DIM = 128
 # The kernel's MX matmul takes its contraction in multiples of 32 partitions of 4 elements.
 KERNEL_MX_CONTRACTION = 128
-# The least normal float32: the kernel multiplies by the reciprocal, which of a smaller one may be infinite.
-LEAST_INPUT_SCALE = 2.0**-126
+# The least normal float32. The kernel multiplies by the reciprocal of an input scale, which of a smaller one may be
+# infinite, and by the product of both scales, of which a smaller one loses bits.
+LEAST_SCALE = 2.0**-126
 
 NONE, STATIC, ROW, MX = (QuantizationType[name] for name in ("NONE", "STATIC", "ROW", "MX"))
 BNdS, BSNd, BNSd = OProjAttentionLayout.BNdS, OProjAttentionLayout.BSNd, OProjAttentionLayout.BNSd
@@ -207,8 +208,12 @@ def _check_scale_values(kind: QuantizationType, input_scales: Tensor | None, wei
         check_repeated_scalar("input_scales", input_scales.detach())
         check_repeated_scalar("weight_scales", weight_scales.detach())
         scale = float(input_scales[0, 0].detach())
-        if scale < LEAST_INPUT_SCALE:
+        if scale < LEAST_SCALE:
             raise ArgumentError("input_scales", scale, "a positive number, not below 2^-126")
+        product = abs(scale * float(weight_scales[0, 0].detach()))
+        if product and not LEAST_SCALE <= product <= torch.finfo(torch.float32).max:
+            expected = "0, or a number whose product with input_scales is a normal float32, at least 2^-126"
+            raise ArgumentError("weight_scales", float(weight_scales[0, 0].detach()), expected)
     elif kind is ROW:
         assert weight_scales is not None
         if not bool(weight_scales.isfinite().all()):

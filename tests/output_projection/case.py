@@ -29,6 +29,7 @@ class Case:
 
     Attributes:
         element: of an MX weight.
+        magnitude, column_magnitude: of the activations, and of ROW's weight scales, as multiples of the usual ones.
     """
 
     batch: int = 2
@@ -46,6 +47,8 @@ class Case:
     compact: bool = False
     output_dtype: torch.dtype | None = None
     seed: int = 0
+    magnitude: float = 1.0
+    column_magnitude: float = 1.0
 
     @property
     def contraction(self) -> int:
@@ -60,7 +63,7 @@ class Case:
     def attention(self) -> Tensor:
         """[B, N, D, S]."""
         shape = self.batch, self.heads, self.head_dim, self.length
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)).to(self.dtype)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)).mul(self.magnitude).to(self.dtype)
         x[0, :, :, 0] = 0
         return x
 
@@ -84,7 +87,7 @@ class Case:
             shape = (k // 128, h // 128) if self.compact else (k // 32, h)
             return codes, rng.integers(110, 124, shape, dtype=np.uint8)
         scales = rng.uniform(0.5, 2, h if self.kind is ROW else ()) / 240 / np.sqrt(k)
-        return codes, np.asarray(scales, np.float32)
+        return codes, np.asarray(scales * self.column_magnitude, np.float32)
 
     def input_scale(self) -> float:
         """STATIC's: so that a few activations saturate."""

@@ -91,6 +91,10 @@ BAD = {
     "weight scale missing": ("row", {"weight_scales": None}, "weight_scales", "NoneType"),
     "STATIC weight scale of ROW": ("static", {"weight_scales": repeated(1.0, columns=20)}, "weight_scales", "128, 1"),
     "STATIC weight scale not repeated": ("static", {"weight_scales": repeated(1.0, 2.0)}, "weight_scales", "2.0 at 3"),
+    "STATIC scales, product tiny": ("static", {"weight_scales": repeated(1e-37)}, "weight_scales", "normal float32"),
+    "STATIC scales, product huge": (
+        "static", {"weight_scales": repeated(-1e38), "input_scales": repeated(9.0)}, "weight_scales", "normal float32",
+    ),
     "ROW weight scale of STATIC": ("row", {"weight_scales": repeated(1.0)}, "weight_scales", r"\[128, H=20\]"),
     "ROW weight scale width": ("row", {"weight_scales": repeated(1.0, rows=1)}, "weight_scales", r"\[1, H=20\]"),
     "ROW scale rows": ("row", {"weight_scales": repeated(1.0, 2.0, 128, 20)}, "weight_scales", "rows that differ"),

@@ -105,6 +105,15 @@ def test_scales_repeated_over_partitions():
     close(output_projection_cte(**arguments), case)
 
 
+@pytest.mark.parametrize(
+    ("magnitude", "column_magnitude"), [(1e-38, 1e-2), (1e-36, 1e-4), (1e-36, 1e35), (1e37, 1e-40), (1e37, 1e-2)]
+)
+def test_row_scales_of_any_size(magnitude, column_magnitude):
+    """Neither scale's product with the sum, nor with the other, need be a normal float32 for the result to be right."""
+    case = Case(kind=ROW, bias=False, magnitude=magnitude, column_magnitude=column_magnitude)
+    close(output_projection_cte(**case.arguments()), case)
+
+
 @pytest.mark.parametrize("kind", [NONE, STATIC, ROW])
 def test_more_rows_than_are_widened_at_once(kind, monkeypatch):
     monkeypatch.setattr(twin, "WIDE_ROWS", 5)

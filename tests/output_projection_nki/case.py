@@ -78,14 +78,14 @@ class Case:
             weight = torch.from_numpy(quantized).to(torch.float8_e4m3fn)
             self.arguments["input_scales"] = scales[0].expand(128, 1).clone()
             self.arguments["weight_scales"] = scales[1].expand(128, 1).clone()
-            self.product = oracle.with_float8(rows, scales[0].item(), quantized * scales[1].item(), values)
+            self.product = oracle.with_float8(rows, scales[0].item(), quantized, scales[1].item(), values)
         else:
             scales = weight.abs().amax(0, keepdim=True) / values[-1]
             quantized = oracle.nearest((weight / scales).double().numpy(), values)
             weight = torch.from_numpy(quantized).to(torch.float8_e4m3fn)
             self.arguments["weight_scales"] = scales
-            dense = quantized * scales.double().numpy()
-            self.product = oracle.with_float8(rows, oracle.row_scale(rows, values), dense, values)
+            columns = scales.double().numpy()
+            self.product = oracle.with_float8(rows, oracle.row_scale(rows, values), quantized, columns, values)
         self.arguments["weight"] = weight
         self.bias_values = 0.0 if bias is None else bias.double().numpy()
 

@@ -15,6 +15,8 @@ FLOAT32_UNIT = 2.0**-24
 # The kernel multiplies with the float32 reciprocal of a float32 scale: three roundings, and one to spare.
 QUOTIENT_ERROR = 4 * FLOAT32_UNIT
 OUTPUT_UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# The product of two scales is a float32 too; below the least normal one its steps stay as they are there.
+SCALE_HALF_STEP = 2.0**-150
 LEAST_HALF_STEP = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
 
 
@@ -44,7 +46,7 @@ class Product:
 
     Attributes:
         magnitude: |attention| @ |weight|, by which float32 sums err.
-        ambiguity: what the quotients that may round either way can change.
+        ambiguity: what the quotients that may round either way can change, and scales whose product is subnormal.
     """
 
     value: np.ndarray
@@ -57,13 +59,17 @@ def plain(x: np.ndarray, w: np.ndarray) -> Product:
     return Product(x @ w, np.abs(x) @ np.abs(w))
 
 
-def with_float8(x: np.ndarray, scale: np.ndarray | float, w: np.ndarray, values: np.ndarray) -> Product:
-    """x clamped and rounded in units of `scale`, [T, 1] or one number; w [K, H] is dequantised already."""
-    quotient = x / scale
-    quantized = nearest(quotient, values) * scale
+def with_float8(
+    x: np.ndarray, scale: np.ndarray | float, elements: np.ndarray, columns: np.ndarray | float, values: np.ndarray
+) -> Product:
+    """x clamped and rounded in units of `scale`, [T, 1] or one number; a weight of elements [K, H] times `columns`."""
+    quotient, w = x / scale, elements * columns
+    rounded = nearest(quotient, values)
+    quantized = rounded * scale
     either = [nearest(quotient * (1 + sign * QUOTIENT_ERROR), values) * scale for sign in (1, -1)]
     product = plain(quantized, w)
     product.ambiguity = np.abs(either[0] - either[1]) @ np.abs(w)
+    product.ambiguity += SCALE_HALF_STEP * (np.abs(rounded) @ np.abs(elements))
     return product
 
 

@@ -115,6 +115,22 @@ def test_largest_and_smallest_values(kind, dtype, backend):
     case.compare(output_projection_cte(**case.arguments, backend=backend, target=target))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("backend", ["sim", "torch"])
+@pytest.mark.parametrize("power", [-110, -118, -126, -134])
+def test_rows_whose_results_are_hardly_normal_numbers(power, backend, bias):
+    """The product of a row's and a column's scale is subnormal from the second one on."""
+
+    def change(x):
+        x *= 2.0**power
+
+    case = Case((1, 2, 128, 20, 1300), ROW, dtype=FLOAT32, change=change, bias=bias)
+    if bias:
+        case.arguments["bias"].zero_()
+        case.bias_values = case.arguments["bias"].double().numpy()
+    case.compare(output_projection_cte(**case.arguments, backend=backend))
+
+
 @pytest.mark.parametrize("kind", [STATIC, ROW, MX])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_nan_and_infinity_stay_with_their_token(kind, value):
