@@ -87,6 +87,8 @@ class _ResultPickler(_CallPickler):
             return _pytest_outcome_class, (outcome,)
         if type(obj) in (torch.Tensor, torch.nn.Parameter):
             return _reduce_tensor(obj)
+        if isinstance(obj, torch.Tensor):  # jagged, or of somebody's class
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, BaseException) and isinstance(type(obj).__init__, types.FunctionType):
             return _rebuild_exception, (type(obj), obj.args, obj.__dict__)
         return super().reducer_override(obj)
@@ -100,7 +102,7 @@ def _reduce_tensor(tensor: Any) -> tuple[Any, ...]:
     import torch
 
     tensor = tensor.detach().cpu()
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-any-return]
     data = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return _rebuild_tensor, (pickle.PickleBuffer(data.numpy()), tensor.dtype, tuple(tensor.shape))

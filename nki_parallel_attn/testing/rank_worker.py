@@ -104,7 +104,9 @@ def _set_up_process(call: protocol.Call) -> None:
     protocol.set_this_rank(call.rank)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     torch.set_grad_enabled(True)
+    torch.set_flush_denormal(False)
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:

@@ -69,7 +69,7 @@ def run_ranks(
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ArgumentError("world_size", repr(world_size), "an integer of 1 or more")
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise ArgumentError("timeout", repr(timeout), "a positive, finite number of seconds")
     if not callable(fn):
         raise ArgumentError("fn", repr(fn), "a callable")

@@ -81,6 +81,25 @@ def test_tensors_come_back_detached_wherever_they_are() -> None:
         product += 1  # writable
 
 
+def test_tensors_of_other_kinds_come_back_detached_too() -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    def kinds() -> dict[str, torch.Tensor]:
+        rows = [torch.ones(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
+        return {
+            "nested": torch.nested.nested_tensor(rows, requires_grad=True) * 2,
+            "tagged": (rows[0] * 2).as_subclass(Tagged),
+            "sparse": rows[0].to_sparse() * 2,
+        }
+
+    (got,) = run_ranks(kinds, 1)
+    assert not any(tensor.requires_grad for tensor in got.values())
+    assert [row.tolist() for row in got["nested"].unbind()] == [[2, 2], [0, 0, 0]]
+    assert type(got["tagged"]).__name__ == "Tagged" and got["tagged"].tolist() == [2, 2]
+    assert got["sparse"].to_dense().tolist() == [2, 2]
+
+
 def test_a_view_leaves_its_storage_behind() -> None:
     (view,) = run_ranks(lambda: torch.zeros(1 << 20)[:2], 1)
     assert view.untyped_storage().nbytes() == 8
@@ -112,17 +131,19 @@ def test_ranks_resemble_the_caller_and_torchrun(tmp_path, monkeypatch) -> None:
 def test_one_call_does_not_change_the_next() -> None:
     def disturb() -> float:
         torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
         torch.set_grad_enabled(False)
+        torch.set_flush_denormal(True)
         torch.set_num_threads(2)
-        return torch.rand(()).item()
+        return torch.rand((), device="cpu").item()
 
     def look() -> tuple[object, ...]:
         state = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
         torch.set_default_dtype(torch.float64)
-        return *state, torch.rand(()).item()
+        return *state, (torch.tensor(1e-310) * 1).item(), torch.rand(()).item()
 
     drawn = run_ranks(disturb, 2)
-    assert run_ranks(look, 2) == [(torch.float32, True, 1, value) for value in drawn]
+    assert run_ranks(look, 2) == [(torch.float32, True, 1, 1e-310, value) for value in drawn]
     assert drawn[0] == drawn[1]
 
 
@@ -207,6 +228,7 @@ def test_results_that_cannot_be_rebuilt_fail_with_text() -> None:
         ({"fn": print, "world_size": True}, "world_size"),
         ({"fn": print, "world_size": 1, "timeout": 0}, "timeout"),
         ({"fn": print, "world_size": 1, "timeout": "3"}, "timeout"),
+        ({"fn": print, "world_size": 1, "timeout": True}, "timeout"),
         ({"fn": print, "world_size": 1, "timeout": float("inf")}, "timeout"),
         ({"fn": 3, "world_size": 1}, "fn"),
         ({"fn": print, "world_size": 1, "args": 5}, "args"),
