@@ -88,7 +88,7 @@ class _ResultPickler(_CallPickler):
         if type(obj) in (torch.Tensor, torch.nn.Parameter):
             return _reduce_tensor(obj)
         if isinstance(obj, torch.Tensor):  # jagged, or of somebody's class
-            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         if isinstance(obj, BaseException) and isinstance(type(obj).__init__, types.FunctionType):
             return _rebuild_exception, (type(obj), obj.args, obj.__dict__)
         return super().reducer_override(obj)
