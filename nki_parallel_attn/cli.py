@@ -60,7 +60,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     cache.add_argument("--block-size", type=int, default=128)
     cache.add_argument("--seg-size", type=int)
     cache.add_argument("--max-seq-len", type=int, help="tokens of one sequence; adds tokens, blocks and bytes")
-    cache.add_argument("--batch", type=int, default=1)
+    cache.add_argument("--batch", type=int, help="sequences (default: kvdp, the fewest)")
     cache.add_argument("--dtype", default="bfloat16", help="of the cache (default: bfloat16)")
     parser.add_argument("--json", action="store_true", help="the plan as JSON, which ShardingPlan.from_json reads")
     parser.set_defaults(run=_run_plan)

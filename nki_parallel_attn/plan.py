@@ -433,8 +433,14 @@ class ShardingPlan:
         """
         return cls(**plan_agreement.from_json(text))
 
-    def table(self, length: int | None = None, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> str:
-        """The plan as text: what it is, its groups, and per rank its coordinates, heads, tokens, blocks and bytes."""
+    def table(self, length: int | None = None, batch: int | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
+        """The plan as text: what it is, its groups, and per rank its coordinates, heads, tokens, blocks and bytes.
+
+        Args:
+            length: tokens of each sequence, by default max_seq_len.
+            batch: sequences, by default kvdp, the fewest.
+            dtype: of the cache.
+        """
         return plan_table.table(self, length, batch, dtype)
 
     def __str__(self) -> str:

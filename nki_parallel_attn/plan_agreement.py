@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nki_parallel_attn.errors import ArgumentError, RankMismatchError
+from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError, RankMismatchError
 from nki_parallel_attn.topology.kv_layout import Contiguous, Interleaved, RoundRobin
 from nki_parallel_attn.topology.types import AttentionShape
 
@@ -56,6 +56,8 @@ def from_json(text: str) -> dict[str, Any]:
     Raises:
         ArgumentError: not JSON, another schema version, an unknown or missing field.
     """
+    if not isinstance(text, str):
+        raise ArgumentTypeError("text", type(text).__name__, "a plan as JSON")
     try:
         values = json.loads(text)
     except ValueError as error:

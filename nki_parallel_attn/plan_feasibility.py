@@ -298,7 +298,8 @@ def _check_types(request: Request) -> None:
             raise ArgumentTypeError(name, repr(value), "an integer")
     if not isinstance(request.kv_layout, (Contiguous, RoundRobin, Interleaved)):
         raise ArgumentTypeError("kv_layout", repr(request.kv_layout), "Contiguous(), RoundRobin() or Interleaved(i)")
-    if isinstance(request.kv_layout, Interleaved) and not isinstance(request.kv_layout.interleave, int):
+    run = getattr(request.kv_layout, "interleave", 1)
+    if isinstance(run, bool) or not isinstance(run, int):
         raise ArgumentTypeError("kv_layout", repr(request.kv_layout), "Interleaved(i) with an integer i")
     for name in ("target", "rank_order"):
         if not isinstance(getattr(request, name), str):

@@ -22,8 +22,9 @@ MOST_LISTS = 4
 MOST_ITEMS = 8
 
 
-def table(plan: ShardingPlan, length: int | None, batch: int, dtype: torch.dtype) -> str:
+def table(plan: ShardingPlan, length: int | None, batch: int | None, dtype: torch.dtype) -> str:
     """`plan` as aligned text; tokens, blocks and bytes where a length is given or the plan has max_seq_len."""
+    batch = plan.kvdp if batch is None else batch
     sized = length is not None or plan.max_seq_len is not None
     lines = [*_head(plan), *(_sizes(plan, length, batch, dtype) if sized else []), *_groups(plan), ""]
     rows = [_columns(plan, sized)]

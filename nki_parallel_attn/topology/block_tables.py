@@ -51,8 +51,8 @@ class BlockPool:
         Raises:
             ArgumentError: fewer are free; none is taken then.
         """
-        if not 0 <= count <= self.num_free:
-            raise ArgumentError("count", count, f"0 to {self.num_free}, the free blocks of {self.num_blocks}")
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.num_free:
+            raise ArgumentError("count", repr(count), f"0 to {self.num_free}, the free blocks of {self.num_blocks}")
         blocks = [heapq.heappop(self._free) for _ in range(count)]
         for block in blocks:
             self._holders[block] = 1
@@ -168,6 +168,7 @@ def check_block_table(table: Tensor, num_blocks: int, kv_heads: int = 1, argumen
     if table.is_floating_point() or table.is_complex() or table.dtype == torch.bool:
         raise ArgumentTypeError(argument, table.dtype, "an integer dtype")
     limit = num_blocks * kv_heads
+    table = table.to(torch.int64)  # of fewer bits -1 or the limit may be another number
     wrong = (table < ABSENT) | (table >= limit)
     if wrong.any():
         index = tuple(wrong.nonzero()[0].tolist())
@@ -176,11 +177,18 @@ def check_block_table(table: Tensor, num_blocks: int, kv_heads: int = 1, argumen
 
 
 def _table(sequences: Sequence[Sequence[int]], max_blocks: int, num_blocks: int, argument: str) -> Tensor:
+    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or max_blocks < 0:
+        raise ArgumentError("max_blocks", repr(max_blocks), "an integer of at least 0")
+    if num_blocks - 1 > torch.iinfo(torch.int32).max:
+        raise ArgumentError("num_blocks", num_blocks, "at most 2^31 blocks, whose numbers fit in int32")
     table = torch.full((len(sequences), max_blocks), ABSENT, dtype=torch.int64)
     for row, blocks in zip(table, sequences, strict=True):
         if len(blocks) > max_blocks:
             raise ArgumentError(argument, f"{len(blocks)} blocks", f"at most max_blocks={max_blocks}")
-        row[: len(blocks)] = torch.as_tensor(blocks, dtype=torch.int64)
+        numbers = torch.as_tensor(blocks)
+        if len(blocks) and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
+            raise ArgumentTypeError(argument, numbers.dtype, "block numbers, which are integers")
+        row[: len(blocks)] = numbers.to(torch.int64)
     check_block_table(table, num_blocks, argument=argument)
     return table.to(torch.int32)
 

@@ -182,10 +182,17 @@ BoundLayout = ContiguousShards | CyclicShards
 def _exact(value: Index) -> Index:
     """Widen to int64, so that no product overflows; a float would be rounded silently and is refused."""
     if not isinstance(value, Tensor):
+        if not _is_integer(value):
+            raise ArgumentTypeError("positions", repr(value), "an integer or a tensor of integers")
         return value
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise ArgumentTypeError("positions", value.dtype, "an integer dtype")
     return value.to(torch.int64)
+
+
+def _is_integer(value: object) -> bool:
+    """Python's, NumPy's or torch's sizes; not a bool."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _clamp(value: Index, low: int, high: int) -> Index:
@@ -201,8 +208,8 @@ def _check_positive(**values: int) -> None:
 
 
 def _check_rank(rank: int, ranks: int) -> None:
-    if not 0 <= rank < ranks:
-        raise ArgumentError("rank", rank, f"an index within the group, 0 to {ranks - 1}")
+    if not _is_integer(rank) or not 0 <= rank < ranks:
+        raise ArgumentError("rank", repr(rank), f"an index within the group, 0 to {ranks - 1}")
 
 
 def _check_range(name: str, value: int | Tensor, limit: int | None = None) -> None:

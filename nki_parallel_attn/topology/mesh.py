@@ -89,8 +89,8 @@ class RankMesh:
         rank = 0
         for name, size in self.axes:
             coordinate = coordinates[name]
-            if not 0 <= coordinate < size:
-                raise ArgumentError(name, coordinate, f"0 <= {name} < {size}")
+            if isinstance(coordinate, bool) or not isinstance(coordinate, int) or not 0 <= coordinate < size:
+                raise ArgumentError(name, repr(coordinate), f"an integer, 0 <= {name} < {size}")
             rank = rank * size + coordinate
         return rank
 

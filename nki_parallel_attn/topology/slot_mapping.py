@@ -30,6 +30,8 @@ def local_slots(layout: BoundLayout, rank: int, positions: Tensor) -> Tensor:
     """Local slot of each position on `rank`, int64; -1 for positions of other ranks and for padding (-1)."""
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ArgumentTypeError("positions", positions.dtype, "an integer dtype")
+    if not 0 <= rank < layout.ranks:
+        raise ArgumentError("rank", rank, f"an index within the group, 0 to {layout.ranks - 1}")
     positions = positions.to(torch.int64)
     if positions.numel() and int(positions.min()) < PADDING:
         raise ArgumentError("positions", int(positions.min()), "positions of at least 0, or -1 for padding")
@@ -54,6 +56,8 @@ def slot_mapping(layout: BoundLayout, rank: int, positions: Tensor, block_table:
         ArgumentError: shapes that do not fit each other, a position below -1 or beyond the layout, an owned position
             whose block is absent or beyond the table, or two positions that would be written to one slot.
     """
+    if block_table.is_floating_point() or block_table.is_complex() or block_table.dtype == torch.bool:
+        raise ArgumentTypeError("block_table", block_table.dtype, "an integer dtype")
     rows = positions if positions.ndim == 2 else positions[None]
     tables = block_table if block_table.ndim == 2 else block_table[None]
     if rows.ndim != 2 or tables.ndim != 2 or len(rows) != len(tables):

@@ -42,6 +42,7 @@ def changed_json(**changes):
     [
         ("{", "text"),
         ("[]", "text"),
+        (None, "text"),
         (changed_json(schema=2), "schema"),
         (changed_json(schema=None), "schema"),
         (changed_json(tp=None), "tp"),

@@ -183,6 +183,7 @@ def test_many_mistakes_at_once_are_all_mended_in_the_offer():
         ({"kv_layout": "round_robin"}, "kv_layout"),
         ({"kv_layout": RoundRobin}, "kv_layout"),
         ({"kv_layout": Interleaved(2.0)}, "kv_layout"),
+        ({"kv_layout": Interleaved(True)}, "kv_layout"),
         ({"target": 2}, "target"),
         ({"rank_order": None}, "rank_order"),
     ],

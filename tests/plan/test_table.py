@@ -46,6 +46,12 @@ def test_without_a_length_the_positions_are_shown():
     assert "no rank shares KV" in str(ShardingPlan(SHAPE, world_size=2))
 
 
+def test_a_plan_that_shares_a_batch_prints_with_one_sequence_for_each_share():
+    text = str(ShardingPlan(SHAPE, world_size=8, kvdp=2, cp=2, max_seq_len=100))
+    assert "for 2 x 100 tokens" in text
+    assert text == ShardingPlan(SHAPE, world_size=8, kvdp=2, cp=2, max_seq_len=100).table(batch=2)
+
+
 def test_a_length_and_dtype_given_to_the_table():
     table = ShardingPlan(SHAPE, world_size=4, kvp=4).table(1024, batch=2, dtype=torch.float8_e4m3fn)
     assert "2 x 1024 tokens of torch.float8_e4m3fn" in table

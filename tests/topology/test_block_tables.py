@@ -116,6 +116,9 @@ def test_block_table_shapes_and_values() -> None:
         (lambda: block_table([0, 8], 4, 8), r"^blocks\[0, 1\]: got 8, expected -1 or a block in \[0, 8\)"),
         (lambda: block_table([-2], 4, 8), r"^blocks\[0, 0\]: got -2"),
         (lambda: block_table([0, 1, 2], 2, 8), r"^blocks: got 3 blocks, expected at most max_blocks=2"),
+        (lambda: block_table([0.7], 2, 8), r"^blocks: got torch.float32"),
+        (lambda: block_table([2**31], 2, 2**32), r"^num_blocks: got 4294967296"),
+        (lambda: block_table([0], -1, 8), r"^max_blocks: got -1"),
         (lambda: active_blocks_table([], 2, 8), r"^sequences: got no sequence"),
         (lambda: check_block_table(torch.tensor([[[0, 1], [2, 16]]]), 8, 2), r"^block_tables\[0, 1, 1\]: got 16"),
         (lambda: check_block_table(torch.tensor([[0.0]]), 8), r"^block_tables: got torch.float32"),
@@ -125,6 +128,14 @@ def test_block_table_shapes_and_values() -> None:
 def test_bad_tables_name_index_and_value(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32])
+def test_block_numbers_of_any_width(dtype: torch.dtype) -> None:
+    """-1 or the limit may be no number of the table's dtype."""
+    check_block_table(torch.tensor([[100]]).to(dtype), 2**20)
+    with pytest.raises(ArgumentError, match=r"^block_tables\[0, 0\]: got 100"):
+        check_block_table(torch.tensor([[100]]).to(dtype), 100)
 
 
 @settings(max_examples=100, deadline=None)
@@ -224,6 +235,8 @@ def test_per_head_slots_address_the_flattened_cache(picked: list[int], kv_heads:
             ),
             r"^position: got 8, expected 0 <= position < 8",
         ),
+        (lambda: slot_mapping(ROUND_ROBIN, 7, torch.tensor([0]), torch.tensor([[2]])), r"^rank: got 7"),
+        (lambda: slot_mapping(ROUND_ROBIN, 0, torch.tensor([0]), torch.tensor([[2.5]])), r"^block_table: got torch"),
         (lambda: check_slots(torch.tensor([0, -2])), r"^slots\[1\]: got -2"),
         (lambda: owned_positions(ROUND_ROBIN, 0, 4, 2), r"^start, stop: got 4, 2"),
     ],

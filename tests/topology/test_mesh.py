@@ -92,6 +92,7 @@ def test_equal_meshes_are_equal_and_order_matters():
         (lambda: RankMesh({"x": 2}).coordinates(2), "rank"),
         (lambda: RankMesh({"x": 2}).coordinates(-1), "rank"),
         (lambda: RankMesh({"x": 2}).rank(x=2), "x"),
+        (lambda: RankMesh({"x": 2}).rank(x=0.5), "x"),
         (lambda: RankMesh({"x": 2, "y": 2}).rank(x=1), "coordinates"),
         (lambda: RankMesh({"x": 2}).rank(x=1, z=0), "axis"),
         (lambda: RankMesh({"x": 2}).index(2, "x"), "rank"),
