@@ -278,7 +278,8 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         if not self.pieces.waiting:
             self.spare = min(self.spare, 0.0)
         now = self.pipeline.columns
-        if now >= self.prepare_at:
+        # Not between two units of a maximum: it is in the Vector Engine's accumulators, which preparing keys uses too.
+        if unit.closes and now >= self.prepare_at:
             self.prepare_at = now + COLUMNS_PER_BATCH
             self.kv.prepare_ahead()
         self.run_due(now, None)
