@@ -147,7 +147,7 @@ class RankBoard:
 
     def _read(self, group: _Group, number: int, posted: dict[int, str]) -> None:
         """Add the posts of this exchange that are there to `posted`."""
-        found: dict[int, str] = {}
+        found: dict[int, tuple[int, str]] = {}
         in_store = []
         for rank in group.ranks:
             if rank in posted:
@@ -158,8 +158,8 @@ class RankBoard:
                 found[rank] = post
         if in_store:
             found |= self._read_store(group, number, in_store)
-        for rank, post in found.items():
-            reads, address, text = post.split(" ", 2)
+        for rank, (of, whole) in found.items():
+            reads, address, text = whole.split(" ", 2)
             if reads == "1":
                 group.read_by.add(rank)
             if rank not in group.peers and rank not in group.unreachable:
@@ -167,10 +167,11 @@ class RankBoard:
                     group.peers[rank] = PeerMailbox(address)
                 except OSError:
                     group.unreachable.add(rank)
-            posted[rank] = text
+            # Two calls on, a peer has replaced its post: it gave this call up long ago.
+            posted[rank] = text if of == number else f"{GONE}rank {rank} has gone on to later calls"
 
-    def _read_store(self, group: _Group, number: int, ranks: list[int]) -> dict[int, str]:
-        """Posts of these ranks; one round trip once all keys exist, for reading others blocks."""
+    def _read_store(self, group: _Group, number: int, ranks: list[int]) -> dict[int, tuple[int, str]]:
+        """Posts of these ranks, and their numbers; one round trip once all keys exist, for reading others blocks."""
         keys = {rank: group.key(rank, number) for rank in ranks}
         if number % 2 not in group.store_complete:
             if self.store.check(list(keys.values())):
@@ -180,7 +181,7 @@ class RankBoard:
         names = list(keys.values())
         values = self.store.multi_get(names) if self.store.has_extended_api() else map(self.store.get, names)
         numbered = {rank: value.decode().partition(" ") for rank, value in zip(keys, values, strict=True)}
-        return {rank: text for rank, (of, _, text) in numbered.items() if int(of) == number}
+        return {rank: (int(of), text) for rank, (of, _, text) in numbered.items() if int(of) >= number}
 
     def _lookup(self, key: str) -> str:
         """The value of a key that is emptied but never deleted; an empty string when it was never set."""

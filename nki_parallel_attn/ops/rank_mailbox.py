@@ -78,8 +78,8 @@ class PeerMailbox:
         if os.pread(self._file, 16, NONCE_AT).hex() != self._of.nonce:
             raise OSError("not the file that the peer made")
 
-    def read(self, number: int) -> str | None:
-        """The post of this number; None while it is not there, or when a later one has replaced it."""
+    def read(self, number: int) -> tuple[int, str] | None:
+        """This post, or the later one that has replaced it, with its number; None while it is not there."""
         place = number % 2 * PLACE_BYTES
         found = os.pread(self._file, READ_BYTES, place)
         length = int.from_bytes(found[:4], "little")
@@ -89,7 +89,7 @@ class PeerMailbox:
         if not length or crc32(post) != int.from_bytes(found[4:HEADER_BYTES], "little"):
             return None
         of, _, text = post.decode().partition(" ")
-        return text if int(of) == number else None
+        return (int(of), text) if int(of) >= number else None
 
     def owner_died(self) -> bool:
         """Whether the process that writes here has ended."""

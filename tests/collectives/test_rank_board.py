@@ -23,7 +23,7 @@ def test_a_mailbox_holds_two_posts():
     long = "x" * 100_000
     for number, text in enumerate(["a b", "", long, "c"]):
         own.write(number, text)
-    assert [peer.read(number) for number in range(5)] == [None, None, long, "c", None]
+    assert [peer.read(number) for number in range(5)] == [(2, long), (3, "c"), (2, long), (3, "c"), None]
     assert not peer.owner_died()
 
 
@@ -38,7 +38,7 @@ def test_a_post_that_is_half_written_is_not_there_yet():
         os.pwrite(own._file, whole[:torn], 0)
         assert peer.read(2) is None
     os.pwrite(own._file, whole, 0)
-    assert peer.read(2) == "second, and longer" and PLACE_BYTES > 1 << 20
+    assert peer.read(2) == (2, "second, and longer") and PLACE_BYTES > 1 << 20
 
 
 def test_an_address_of_another_process_is_not_taken():
@@ -118,6 +118,56 @@ def refuse_without_a_group() -> None:
 
 def test_refusals_and_other_groups_are_heard_of():
     run_ranks(refuse_without_a_group, 3)
+
+
+def refuse_while_the_others_go_on(mailboxes: bool, refusals: int) -> None:
+    """The others have heard of each refusal, and replaced their posts, before rank 1 knows its group again."""
+    rank, ranks = dist.get_rank(), (0, 1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        _impatient(patch)
+        if not mailboxes:
+            patch.setattr(rank_board, "OwnMailbox", _refuse)
+        for step in range(refusals):
+            with pytest.raises(ArgumentError if rank == 1 else PeerError, match=f"group: .*{step}"):
+                error = ArgumentError("group", step, "a list with this rank") if rank == 1 else None
+                agree("step", None if rank == 1 else ranks, {}, error, "always")
+            dist.barrier()
+        for step in range(3):
+            agree("step", ranks, {"n": step}, None, "always")
+
+
+def _impatient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_board, "GRACE_SECONDS", 0.05)
+    patch.setattr(rank_board, "LOOK_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize(("mailboxes", "refusals"), [(True, 2), (True, 5), (False, 3)])
+def test_refusals_that_were_heard_of_long_ago(mailboxes, refusals):
+    run_ranks(refuse_while_the_others_go_on, 3, args=(mailboxes, refusals))
+
+
+def stay_away(calls: int) -> None:
+    """Rank 1 comes to a call that the others have given up, and called again since."""
+    rank, ranks = dist.get_rank(), (0, 1, 2)
+    agree("step", ranks, {}, None, "always")
+    with pytest.MonkeyPatch.context() as patch:
+        _impatient(patch)
+        patch.setattr(rank_agreement._board(), "timeout", 0.2 if rank != 1 else 60.0)
+        for _ in range(0 if rank == 1 else calls):
+            with pytest.raises(PeerError, match=r"\[1\] did not arrive|have given up"):
+                agree("step", ranks, {}, None, "always")
+    dist.barrier()
+    start = time.monotonic()
+    for _ in range(calls if rank == 1 else 0):
+        with pytest.raises(PeerError, match="given up"):
+            agree("step", ranks, {}, None, "always")
+    agree("step", ranks, {}, None, "always")
+    assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_rank_that_comes_to_a_call_given_up_hears_of_it(calls):
+    run_ranks(stay_away, 3, args=(calls,))
 
 
 def die_before_a_post() -> None:
