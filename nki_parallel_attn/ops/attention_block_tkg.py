@@ -133,7 +133,7 @@ def attention_block_tkg(
             block_len, d]; with fp8_packed [..., block_len // 2, d, 2]. X's dtype, or float8_e4m3fn, or uint8 for the
             opaque "float8e4".
         V_cache: as K_cache, neither transposed nor packed.
-        attention_mask: 1 = visible, values 0 and 1 of any dtype. With pos_ids the active part [S_tkg, B_attn,
+        attention_mask: 1 = visible, 0 = hidden; bool, integer or float. With pos_ids the active part [S_tkg, B_attn,
             q_heads_attn, S_tkg] (key, sequence, head, query), taken exactly as given. Without pos_ids all keys: [S_ctx,
             B_attn, q_heads_attn, S_tkg], or with is_qk_swapped [B_attn, q_heads_attn, S_tkg, S_ctx]; the last S_tkg
             keys are the active tokens, those before them cache slots in sequence order, for block caches as well

@@ -13,6 +13,7 @@ from nki_parallel_attn.ops.decode_quantization_checks import (
     check_weight_shape,
 )
 from nki_parallel_attn.ops.validation import (
+    check_apart,
     check_bool,
     check_device,
     check_finite,
@@ -28,6 +29,7 @@ from nki_parallel_attn.topology.types import CPCollectiveMode, DtypeMode, KVDPCo
 
 PARTITIONS = 128
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *X_DTYPES)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.uint32)
@@ -50,6 +52,10 @@ def block_sizes(args: BlockArguments) -> BlockSizes:
     check_one_of("target", args.target, ("trn2", "trn3"))
     if not isinstance(args.quantization_type_qkv, QuantizationType):
         raise ArgumentTypeError("quantization_type_qkv", repr(args.quantization_type_qkv), "a QuantizationType")
+    if not isinstance(args.X, Tensor) or args.X.dtype not in X_DTYPES:
+        got = args.X.dtype if isinstance(args.X, Tensor) else type(args.X).__name__
+        raise ArgumentTypeError("X", got, "a tensor of " + " or ".join(map(str, X_DTYPES)))
+    _check_devices(args)
     batch_attn, kv_heads, head_dim, block_len = _cache_sizes(args)
     batch = batch_attn * args.KVDP
     if args.transposed_in:
@@ -93,7 +99,6 @@ def block_sizes(args: BlockArguments) -> BlockSizes:
 def check_arguments(args: BlockArguments, sizes: BlockSizes, kvdp_rank: int) -> None:
     """Raise on the first argument of this rank that is wrong."""
     _check_flags(args)
-    _check_devices(args)
     _check_projections(args, sizes)
     _check_norms_and_rope(args, sizes)
     _check_fp8(args)
@@ -118,8 +123,10 @@ def shared_fields(args: BlockArguments, sizes: BlockSizes) -> dict[str, object]:
         scale: Tensor | None = getattr(args, name)
         values[name] = None if scale is None else float(scale.flatten()[0])
     # One rank without them would be merged with those that have them.
-    for name in ("cos", "sink", "W_out", "pos_ids", "swa_start_pos_ids"):
-        values[name] = getattr(args, name) is None
+    gammas = [f"rmsnorm_QK_{stage}_rope_W_{which}" for stage in ("pre", "post") for which in "QK"]
+    for name in ("rmsnorm_X_gamma", "bias_qkv", *gammas, "sink", "W_out", "pos_ids", "swa_start_pos_ids"):
+        values[name] = "missing" if getattr(args, name) is None else "given"
+    values["cos"] = None if args.cos is None else list(args.cos.shape)
     if args.sink is not None:
         values["sink"] = args.sink.flatten().tolist()
     return values
@@ -127,9 +134,6 @@ def shared_fields(args: BlockArguments, sizes: BlockSizes) -> dict[str, object]:
 
 def _cache_sizes(args: BlockArguments) -> tuple[int, int, int, int | None]:
     """B_attn, kv_heads, d_head, block_len; K and V against each other."""
-    if not isinstance(args.X, Tensor) or args.X.dtype not in X_DTYPES:
-        got = args.X.dtype if isinstance(args.X, Tensor) else type(args.X).__name__
-        raise ArgumentTypeError("X", got, "a tensor of " + " or ".join(map(str, X_DTYPES)))
     dtypes = (args.X.dtype, *FP8_DTYPES)
     if args.active_blocks_table is None:
         if args.fp8_packed:
@@ -193,6 +197,9 @@ def _check_flags(args: BlockArguments) -> None:
 
 
 def _check_devices(args: BlockArguments) -> None:
+    """One device for all, one with values: they are looked at."""
+    if args.X.device.type == "meta":
+        raise ArgumentError("X", "a tensor on meta", "one on a device that holds its values")
     tensors = {name: value for name, value in vars(args).items() if isinstance(value, Tensor) and name != "X"}
     check_device(args.X, "X", **tensors)
 
@@ -314,11 +321,12 @@ def _check_visibility(args: BlockArguments, sizes: BlockSizes) -> None:
             raise ArgumentError("attention_mask", None, "a tensor", "sequence-packed attention is not supported")
         return
     if args.pos_ids is not None:
-        check_tensor("attention_mask", args.attention_mask, "S_tkg, B_attn, q_heads_attn, S_tkg", None, **order)
+        check_tensor("attention_mask", args.attention_mask, "S_tkg, B_attn, q_heads_attn, S_tkg", MASK_DTYPES, **order)
     else:
         swapped = args.is_qk_swapped
         layout = "B_attn, q_heads_attn, S_tkg, S_ctx" if swapped else "S_ctx, B_attn, q_heads_attn, S_tkg"
-        keys = check_tensor("attention_mask", args.attention_mask, layout, None, **order)[-1 if swapped else 0]
+        shape = check_tensor("attention_mask", args.attention_mask, layout, MASK_DTYPES, **order)
+        keys = shape[-1 if swapped else 0]
         if not sizes.tokens <= keys <= max(slots, sizes.tokens):
             what = "S_max_ctx" if sizes.block_len is None else "max_blocks*block_len"
             raise ArgumentError("attention_mask", f"S_ctx={keys}", f"between S_tkg={sizes.tokens} and {what}={slots}")
@@ -355,6 +363,9 @@ def _check_positions(args: BlockArguments, sizes: BlockSizes, slots: int) -> Non
 
 def _check_update(args: BlockArguments, sizes: BlockSizes) -> None:
     index = args.kv_cache_update_idx
+    if args.update_cache:
+        check_apart("K_cache", args.K_cache, V_cache=args.V_cache)
+        check_apart("V_cache", args.V_cache)
     if index is None:
         if args.update_cache:
             raise ArgumentError("kv_cache_update_idx", None, "a tensor with update_cache=True")

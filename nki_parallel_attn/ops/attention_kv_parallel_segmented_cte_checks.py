@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError, PeerError
+from nki_parallel_attn.ops.rank_agreement import check_in_world
 from nki_parallel_attn.ops.validation import (
     check_bool,
     check_device,
@@ -330,11 +331,13 @@ def ranks_of_list(replica_groups: ReplicaGroup) -> tuple[int, ...]:
     if not isinstance(replica_groups, ReplicaGroup):
         raise ArgumentTypeError("replica_groups", type(replica_groups).__name__, "a ReplicaGroup")
     try:
-        return tuple(sorted(replica_groups.group_of(world_rank())))
+        ranks = tuple(sorted(replica_groups.group_of(world_rank())))
     except ValueError as error:
         raise ArgumentError(
             "replica_groups", replica_groups.groups, f"a list that holds rank {world_rank()}"
         ) from error
+    check_in_world("replica_groups", ranks)
+    return ranks
 
 
 def _fingerprint(tensor: Tensor) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError
+from nki_parallel_attn.ops.rank_agreement import check_in_world
 from nki_parallel_attn.ops.validation import check_int
 from nki_parallel_attn.sim.replica_group import ReplicaGroup
 
@@ -62,9 +63,11 @@ def decode_groups(kvdp: int, kvdp_group: ReplicaGroup | None, cp: int, cp_group:
 
 
 def check_process_group(name: str, group: dist.ProcessGroup | None, ranks: tuple[int, ...], of: str) -> None:
-    """Check that a given torch process group has exactly these ranks."""
+    """Check for a torch process group of exactly these ranks."""
     if group is None:
         return
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentTypeError(name, type(group).__name__, "a torch process group with this rank")
     members = tuple(dist.get_process_group_ranks(group))
     if members != ranks:
         raise ArgumentError(name, f"ranks {list(members)}", f"{list(ranks)}, this rank's list in {of}")
@@ -86,4 +89,5 @@ def _list_of(kind: str, degree: int, group: ReplicaGroup | None, rank: int) -> t
         raise ArgumentError(name, f"the list {list(ranks)}", "ranks in ascending order")
     if len(ranks) != degree:
         raise ArgumentError(kind, degree, f"{len(ranks)}, the length of {list(ranks)} in {name}")
+    check_in_world(name, ranks)
     return ranks

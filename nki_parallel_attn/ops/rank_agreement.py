@@ -103,6 +103,12 @@ def check_check_ranks(value: object) -> None:
         raise ArgumentError("check_ranks", repr(value), f"one of {', '.join(get_args(CheckRanks))}")
 
 
+def check_in_world(name: str, ranks: tuple[int, ...]) -> None:
+    """Raise ArgumentError if `ranks` holds one beyond the default group: it would be waited for in vain."""
+    if dist.is_available() and dist.is_initialized() and max(ranks) >= dist.get_world_size():
+        raise ArgumentError(name, f"ranks {list(ranks)}", f"ranks below the world size, {dist.get_world_size()}")
+
+
 _boards: WeakKeyDictionary[dist.ProcessGroup, RankBoard] = WeakKeyDictionary()
 
 

@@ -117,7 +117,7 @@ def check_bool(name: str, value: object) -> bool:
 
 def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """Check that `value` is one of `allowed`."""
-    if not any(value == known and type(value) is type(known) for known in allowed):
+    if not any(type(value) is type(known) and value == known for known in allowed):
         raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
 
 

@@ -105,6 +105,13 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "K_cache dims": (FLAT, lambda a: {"K_cache": a["K_cache"][0]}, "K_cache"),
     "K_cache dtype": (FLAT, cast("K_cache", torch.bfloat16), "K_cache"),
     "V_cache shape": (FLAT, cut("V_cache", 2), "V_cache"),
+    "K_cache expanded": (FLAT, lambda a: {"K_cache": a["K_cache"][:1].expand(2, -1, -1, -1)}, "K_cache"),
+    "V_cache in K_cache": (FLAT, lambda a: {"V_cache": a["K_cache"]}, "K_cache"),
+    "V_cache beside K_cache, overlapping": (
+        FLAT,
+        lambda a: dict(zip(("K_cache", "V_cache"), two_of(torch.zeros(2, 2, 48 + 47, 16)), strict=True)),
+        "K_cache",
+    ),
     "odd d_head": (
         Case(**RANKS, head_dim=16),
         lambda a: {n: a[n][..., :15] for n in ("K_cache", "V_cache")},
@@ -132,6 +139,7 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "mask missing": (FLAT, {"attention_mask": None}, "attention_mask"),
     "mask shape": (FLAT, cut("attention_mask", 2), "attention_mask"),
     "mask values": (FLAT, edit("attention_mask", 2, 0, 0, 0, 0), "attention_mask"),
+    "mask dtype": (FLAT, lambda a: {"attention_mask": a["attention_mask"].float().to(FLOAT8)}, "attention_mask"),
     "additive mask": (FULL, lambda a: {"attention_mask": (a["attention_mask"] - 1.0) * 9}, "attention_mask"),
     "full mask in the other layout": (FULL, {"is_qk_swapped": True}, "attention_mask"),
     "swapped mask too long": (
@@ -223,6 +231,9 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "KVDP group type": (FLAT, {"KVDP_replica_group": [[0, 1], [2, 3]]}, "KVDP_replica_group"),
     "KVDP group without this rank": (FLAT, {"KVDP_replica_group": ReplicaGroup([[0, 1]])}, "KVDP_replica_group"),
     "KVDP ranks out of order": (FLAT, {"KVDP_replica_group": ReplicaGroup([[1, 0], [3, 2]])}, "KVDP_replica_group"),
+    "KVDP ranks beyond the world": (FLAT, {"KVDP_replica_group": ReplicaGroup([[0, 1], [2, 9]])}, "KVDP_replica_group"),
+    "KVDP_group type": (FLAT, {"KVDP_group": "gloo"}, "KVDP_group"),
+    "CP_group type": (FLAT, {"CP_group": 0}, "CP_group"),
     "KVDP rank missing": (FLAT, {"KVDP_rank": None}, "KVDP_rank"),
     "KVDP rank": (FLAT, lambda a: {"KVDP_rank": torch.tensor([1], dtype=torch.uint32)}, "KVDP_rank"),
     "KVDP mode": (FLAT, {"KVDP_collective_mode": CPCollectiveMode.ALL_TO_ALL}, "KVDP_collective_mode"),
@@ -231,7 +242,14 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "CP group crosses badly": (FLAT, {"CP_replica_group": ReplicaGroup([[0, 1], [2, 3]])}, "CP_replica_group"),
     "CP mode": (FLAT, {"CP_collective_mode": KVDPCollectiveMode.ALL_TO_ALL}, "CP_collective_mode"),
     "device": (FLAT, lambda a: {"K_cache": a["K_cache"].to("meta")}, "K_cache"),
+    "device of all": (FLAT, lambda a: {n: t.to("meta") for n, t in a.items() if isinstance(t, torch.Tensor)}, "X"),
+    "device of a table": (
+        BLOCK,
+        lambda a: {"active_blocks_table": a["active_blocks_table"].to("meta")},
+        "active_blocks_table",
+    ),
     "lnc": (FLAT, {"lnc": 3}, "lnc"),
+    "lnc type": (FLAT, {"lnc": torch.zeros(3)}, "lnc"),
     "target": (FLAT, {"target": "trn1"}, "target"),
     "backend": (FLAT, {"backend": "tpu"}, "backend"),
     "check_ranks": (FLAT, {"check_ranks": "sometimes"}, "check_ranks"),
@@ -240,6 +258,11 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
 
 def halve_out(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"W_out": arguments["W_out"][:, :100], "bias_out": None}
+
+
+def two_of(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two caches of 48 slots that have one in common."""
+    return slots[:, :, :48], slots[:, :, 47:]
 
 
 def call(case: Case, rank: int, change: Any = None) -> Exception | None:
@@ -288,6 +311,10 @@ DIFFERENT: dict[str, tuple[Case, Any, str]] = {
     "cache": (FLAT, lambda a: FP8.arguments(BAD), "K_cache: "),
     "k_scale": (FP8, {"k_scale": ONE}, "k_scale: "),
     "rope": (FLAT, {"cos": None, "sin": None}, "cos: "),
+    "partial rope": (FLAT, lambda a: {"cos": a["cos"][:4], "sin": a["sin"][:4]}, "cos: "),
+    "gamma": (FLAT, {"rmsnorm_X_gamma": None}, "rmsnorm_X_gamma: "),
+    "head gamma": (FLAT, {"rmsnorm_QK_pre_rope_W_K": None}, "rmsnorm_QK_pre_rope_W_K: "),
+    "bias": (FLAT, lambda a: {"bias_qkv": torch.ones(1, a["W_qkv"].shape[1])}, "bias_qkv: "),
     "skip": (FULL, {"skip_attention": True}, "skip_attention: "),
     "update": (FULL, {"update_cache": False}, "update_cache: "),
 }
