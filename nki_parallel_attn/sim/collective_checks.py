@@ -22,8 +22,11 @@ _FUNCTIONS: dict[Operator, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 }
 
 
-def group_of_call(call: Call, replica_group: ReplicaGroup) -> ReplicaGroup:
+def group_of_call(call: Call, replica_group: Any) -> ReplicaGroup:
     """`replica_group`, which lies within the world and has this rank."""
+    if not isinstance(replica_group, ReplicaGroup):
+        where = f"{location.show(call.location)}: {call.name}"
+        raise ReplicaGroupError(f"{where}: replica_group is {replica_group!r}, expected a ReplicaGroup")
     check_membership(call, replica_group.ranks, f"replica_group {replica_group.groups}")
     return replica_group
 

@@ -195,7 +195,10 @@ _BY_TORCH = {
 
 def as_float32(value: float) -> float:
     """A Python number as float32 holds it; torch refuses numbers that round to the largest float32."""
-    return value if -3.4e38 < value < 3.4e38 else float(np.float32(value))
+    if -3.4e38 < value < 3.4e38:
+        return value
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
 
 
 # torch has no index_select, comparison or arithmetic for these; moves go through integers of the same size.
@@ -222,8 +225,22 @@ def as_dtype(value: Any) -> DType:
     else:
         try:
             found = _BY_NAME.get(np.dtype(value).name)
-        except TypeError:
+        except (TypeError, ValueError):
             found = None
     if found is None:
         raise TypeError(f"{value!r} is not a dtype of nki.language")
     return found
+
+
+def kernel_dtype(value: Any) -> DType:
+    """The NKI dtype that a kernel names.
+
+    Raises:
+        NkiValidationError: it names none.
+    """
+    if type(value) is DType:
+        return value
+    try:
+        return as_dtype(value)
+    except TypeError as error:
+        fail("tensor-dtype", str(error))

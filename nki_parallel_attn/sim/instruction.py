@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, cast
@@ -27,8 +26,8 @@ from .core import Core, LoopScope, current_core, error_of, fail
 from .dtypes import FLOAT32, DType
 from .enums import MemoryRegion, engine, oob_mode
 from .indirect import ScalarOffset, index_of, resolve
-from .integers import nested_integers
 from .operand_checks import check_operand, check_together
+from .parameters import parameters_of
 from .psum import note_other_write
 from .tensor import NkiTensor
 
@@ -87,10 +86,10 @@ class Call:
         "_bound", "core", "declaration", "dynamic", "engine", "marked", "meeting", "reads", "skipped", "work", "writes",
     )  # fmt: skip
 
-    def __init__(self, core: Core, declaration: Instruction, unit: Engine, bound: list[Any]) -> None:
+    def __init__(self, core: Core, declaration: Instruction, bound: list[Any]) -> None:
         self.core = core
         self.declaration = declaration
-        self.engine = unit
+        self.engine = Engine.unknown
         self._bound = bound
         self.reads: list[NkiTensor] = []
         self.writes: list[NkiTensor] = []
@@ -226,7 +225,8 @@ class Instruction:
         self._reads = [(name, self.position[name]) for name in self.reads]
         self._writes = [(name, self.position[name]) for name in self.writes]
         self._enums = [(i, type(p.default)) for i, p in enumerate(parameters) if isinstance(p.default, Enum)]
-        self._integers = [(i, p.name) for i, p in enumerate(parameters) if _of_integers(p.annotation)]
+        self._checked = parameters_of(parameters, (*self.reads, *self.writes))
+        self._required = [i for i, default in enumerate(self._defaults) if default is _MISSING]
         self._oob = self.position.get("oob_mode")
         self._name = self.position.get("name")
 
@@ -242,26 +242,27 @@ class Instruction:
             raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}") from None
         if len(bound) != len(position):
             raise TypeError(f"{self.name}() takes {len(position)} arguments but {len(args)} were given")
-        if _MISSING in bound:
-            missing = [name for name, value in zip(self.parameters, bound, strict=True) if value is _MISSING]
-            raise TypeError(f"{self.name}() missing arguments {missing}")
+        for i in self._required:
+            if bound[i] is _MISSING:
+                missing = [self.parameters[j] for j in self._required if bound[j] is _MISSING]
+                raise TypeError(f"{self.name}() missing arguments {missing}")
         return bound
 
     def issue(self, *args: Any, **kwargs: Any) -> NkiInstruction:
         """Execute on the current core."""
         core = current_core()
         bound = self.bind(args, kwargs)
-        unit = self._engine if type(self._engine) is Engine else self._engine(*bound)
-        call = Call(core, self, unit, bound)
+        call = Call(core, self, bound)
         for i, kind in self._enums:
             if type(bound[i]) is not kind:
                 call.fail(
                     "enum-argument", f"{self.parameters[i]} is {bound[i]!r}, expected a member of {kind.__name__}"
                 )
-        for i, parameter in self._integers:
-            value = bound[i]
-            if type(value) is not int and value is not None:
-                bound[i] = nested_integers(value, f"{self.name}: {parameter}")
+        for parameter in self._checked:
+            value = bound[parameter.position]
+            if type(value) not in parameter.plain:
+                bound[parameter.position] = parameter.checked(call, value)
+        unit = call.engine = self._engine if type(self._engine) is Engine else self._engine(*bound)
         if core.checking and unit not in self.engines:
             allowed = ", ".join(choice.name for choice in self.engines)
             call.fail("engine-choice", f"engine is {unit.name}, expected {allowed}")
@@ -351,12 +352,6 @@ class Instruction:
         if resolved is None:
             call.skipped = True
         return resolved
-
-
-def _of_integers(annotation: str) -> bool:
-    """Whether a parameter is annotated as an integer, lists or tuples of them, or None."""
-    words = set(re.findall(r"\w+", annotation))
-    return "int" in words and words <= {"int", "Sequence", "list", "tuple", "None"}
 
 
 class _Missing:

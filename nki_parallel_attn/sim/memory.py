@@ -327,7 +327,10 @@ def _place(core: Core, storage: Storage, address: tuple[int, int]) -> None:
     region, target = storage.region, core.target
     if region not in core.pools or not storage.free_elements:
         fail("address", f"only SBUF and PSUM tensors take an address, {storage.name} is in {region}")
-    partition, offset = integers(address, "address")
+    place = integers(address, "address")
+    if len(place) != 2:
+        fail("address", f"address is {address!r}, expected (partition, byte)")
+    partition, offset = place
     size = storage.free_elements * storage.dtype.itemsize
     bank = target.psum_bank_bytes
     limit = target.psum_partition_bytes if region is MemoryRegion.psum else target.partition_bytes

@@ -129,12 +129,6 @@ def require_same_partitions(call: Call, **tensors: NkiTensor | None) -> None:
         call.fail("same-partitions", ", ".join(f"{name} has {size} partitions" for name, size in sizes.items()))
 
 
-def require_number(call: Call, operand: str, value: Any) -> None:
-    """Demand that an operand that is no tensor is a number."""
-    if not hasattr(value, "storage") and not isinstance(value, (int, float)):
-        call.fail("scalar-operand", f"{operand} is {value!r}, expected a number or a tensor")
-
-
 def check_indirection_start(call: Call, operand: str, tensor: NkiTensor, partner: NkiTensor) -> None:
     """Start partitions of an operand of tensor indirection, where they were chosen by manual addresses.
 

@@ -46,10 +46,10 @@ class Operator:
         self.__name__ = self.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply to tiles, as nki.language documents; see language/math.py."""
-        from .language.math import apply
+        """Apply to tiles, as nki.language documents: (x, dtype=None) or (x, y, dtype=None); see language/math.py."""
+        from .language.math import binary, unary
 
-        return apply(self, *args, **kwargs)
+        return (unary if self.inputs == 1 else binary)(self, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"nl.{self.name}"

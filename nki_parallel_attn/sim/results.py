@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from .core import Rank, fail
+from .core import Rank
 from .enums import MemoryRegion
+from .location import show
+from .memory import Storage
+from .rules import RULES
 from .tensor import NkiTensor
 
 
@@ -17,53 +21,72 @@ def same_view(one: NkiTensor, other: NkiTensor) -> bool:
     )  # fmt: skip
 
 
-def check_results(rank: Rank, results: Sequence[Any]) -> None:
+def check_results(rank: Rank, results: Sequence[Any], kernel: Callable[..., Any]) -> None:
     """Check what the cores of a rank return, by core.
+
+    The kernel has ended by now, so an error points at the line that allocated the tensor, or at the kernel.
 
     Raises:
         NkiValidationError: a tensor is not in shared HBM (and no input), or took part in a collective; cores return
             different things.
         UninitializedReadError: an element of a tensor was never written.
     """
-    _check_result(results[0])
+    _check_result(results[0], kernel)
     for core, result in enumerate(results[1:], 1):
         difference = _difference(results[0], result, "the result")
         if difference:
-            fail(
+            _fail(
                 "kernel-output",
+                None,
+                kernel,
                 f"the cores of rank {rank.index} return different results: {difference[0]} on core 0, {difference[1]} "
                 f"on core {core}; every core returns the same tensors",
             )
 
 
-def _check_result(value: Any) -> None:
+def _fail(rule: str, storage: Storage | None, kernel: Callable[..., Any], message: str) -> NoReturn:
+    where = storage.location if storage is not None else None
+    code = getattr(inspect.unwrap(kernel), "__code__", None)
+    if where is None and code is not None:
+        where = code.co_filename, code.co_firstlineno
+    raise RULES[rule].error(message, rule=rule, location=show(where))
+
+
+def _check_result(value: Any, kernel: Callable[..., Any]) -> None:
     if isinstance(value, NkiTensor):
         storage = value.storage
         if storage.role == "input":
             return
         if storage.communicated:
-            fail(
+            _fail(
                 "collective-kernel-io",
-                f"{value.name} is a result of the kernel and took part in a collective; copy it to another tensor",
+                storage,
+                kernel,
+                f"{value.name}, allocated here, is a result of the kernel and took part in a collective; copy it to "
+                "another tensor",
             )
         if storage.region is not MemoryRegion.shared_hbm:
-            fail(
+            _fail(
                 "kernel-output",
-                f"{value.name} is in {storage.region.value}; allocate outputs with buffer=nl.shared_hbm",
+                storage,
+                kernel,
+                f"the result {value.name} is in {storage.region.value}; allocate outputs with buffer=nl.shared_hbm",
             )
         where = value.unwritten()
         if where is not None:
-            fail(
+            _fail(
                 "uninitialised-output",
-                f"element {list(where)} of output {value.name} {list(value.shape)} was never written",
+                storage,
+                kernel,
+                f"element {list(where)} of output {value.name} {list(value.shape)}, allocated here, was never written",
             )
         storage.role = "output"
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _check_result(item)
+            _check_result(item, kernel)
     elif isinstance(value, dict):
         for item in value.values():
-            _check_result(item)
+            _check_result(item, kernel)
 
 
 def _difference(one: Any, other: Any, where: str) -> tuple[str, str] | None:

@@ -165,6 +165,7 @@ _TABLE = [
     Rule("operator", "the operator is one that the instruction takes", SHARED, "always"),
     Rule("operator-kind", "two operators of one instruction are both bitvec or both arithmetic", ISA),
     Rule("bitvec-integer", "bitvec operators take integer tensors", SHARED),
+    Rule("tensor-operand", "an operand is a tensor, or a list of tensors, as its page says", ISA, "always"),
     Rule("scalar-operand", "a constant operand is a number that the operator can use", ISA, "always"),
     Rule(
         "reduce-register", "reduce_op, reduce_cmd and reduce_res are a combination that the instruction documents", ISA

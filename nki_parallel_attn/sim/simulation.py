@@ -113,7 +113,7 @@ class Simulation:
         of_ranks = [results[first : first + lnc] for first in range(0, len(results), lnc)]
         for core, of_cores in zip(self.cores[::lnc], of_ranks, strict=True):
             if self.checks.outputs:
-                check_results(core.rank, of_cores)
+                check_results(core.rank, of_cores, self.kernel.function)
         for given in arguments:
             given.finish()
         return [given.unwrap(result) for given, (result, *_) in zip(arguments, of_ranks, strict=True)]

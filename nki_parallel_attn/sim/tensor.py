@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .core import fail
 from .dtypes import FLOAT32, DType, Format, as_dtype, bits_of
 from .enums import MemoryRegion
 from .indirect import Indirection
@@ -384,3 +385,10 @@ class GatheredTensor(NkiTensor):
     def covers_storage(self) -> bool:
         """Not known without looking at the index."""
         return False
+
+
+def require_tensor(value: Any, what: str) -> None:
+    """Demand a tensor of the kernel for the argument `what` of a function of nki.language."""
+    if not isinstance(value, NkiTensor):
+        hint = "; NumPy and torch arrays are arguments of the kernel" if hasattr(value, "__array__") else ""
+        fail("tensor-operand", f"{what} is of type {type(value).__name__}, expected a tensor{hint}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .core import fail
-from .dtypes import DType, as_dtype
+from .dtypes import DType, kernel_dtype
 from .indexing import Indexing, check_scalar_index, check_vector_index
 from .indirect import ColumnOffsets, Indirection, RowOffsets, ScalarOffset
 from .integers import integer, integers
@@ -141,7 +141,9 @@ class ViewOperations(Indexing):
         self, src_pattern: Sequence[Any], dst_pattern: Sequence[Any], fixed_sizes: dict[str, int] | None = None
     ) -> NkiTensor:
         """Split, reorder and merge dimensions by name: rearrange(('b', ('h', 'w')), ('b', 'w', 'h'), {'h': 4})."""
-        known = dict(fixed_sizes or {})
+        if not (_is_pattern(src_pattern) and _is_pattern(dst_pattern) and isinstance(fixed_sizes or {}, dict)):
+            fail("view", f"rearrange takes two tuples of names and a dict, got {src_pattern!r}, {dst_pattern!r}")
+        known = fixed_sizes or {}
         if len(src_pattern) != len(self.shape):
             fail("view", f"rearrange pattern {src_pattern!r} for a tensor of {len(self.shape)} dimensions")
         view: Any = self
@@ -176,14 +178,18 @@ class ViewOperations(Indexing):
         moves the start by that many steps of dimension `indirect_dim` of this view; a `vector_offset` (HBM,
         indirect_dim 0) chooses a row per partition and replaces the first stride.
         """
-        kind = self.dtype if dtype is None else as_dtype(dtype)
+        kind = self.dtype if dtype is None else kernel_dtype(dtype)
         ratio = self._bytes_ratio(kind)
-        shape = integers((count for _, count in pattern), "count")
-        strides = integers((step for step, _ in pattern), "stride")
+        try:
+            pairs = [(step, count) for step, count in pattern]
+        except (TypeError, ValueError):
+            fail("access-bounds", f"pattern is {pattern!r}, expected a list of [stride, count]")
+        shape = integers((count for _, count in pairs), "count")
+        strides = integers((step for step, _ in pairs), "stride")
         if not shape or any(count < 1 for count in shape) or any(step < 0 for step in strides):
             fail(
                 "access-bounds",
-                f"pattern {list(map(list, pattern))} needs counts of at least 1 and strides of at least 0",
+                f"pattern {list(map(list, pairs))} needs counts of at least 1 and strides of at least 0",
             )
         start = self.offset * self.dtype.itemsize
         if start % kind.itemsize:
@@ -211,7 +217,7 @@ class ViewOperations(Indexing):
 
     def view(self, dtype: Any) -> NkiTensor:
         """The same bytes as another dtype; the last dimension, contiguous, grows or shrinks by the ratio of sizes."""
-        kind = as_dtype(dtype)
+        kind = kernel_dtype(dtype)
         if self.indirection is not None:
             fail("indirect-view", "an indirect view cannot be reinterpreted")
         up, down = self._bytes_ratio(kind)
@@ -231,6 +237,7 @@ class ViewOperations(Indexing):
         self._refuse_second_indirection(self.indirection)
         if not self.on_chip:
             fail("indirect-view", "tensor indirection takes an SBUF or PSUM tensor")
+        check_vector_index(index)
         if index.shape[0] != self.shape[0]:
             fail("indirect-view", f"index has {index.shape[0]} partitions, the tensor {self.shape[0]}")
         count = math.prod(index.shape) if num_elem is None else integer(num_elem, "num_elem")
@@ -266,3 +273,11 @@ class ViewOperations(Indexing):
             )
         if view.offset % free + extent(view.shape[1:], view.strides[1:]) >= free:
             fail("access-bounds", f"pattern {view.get_pattern()} leaves a partition of {free} elements")
+
+
+def _is_pattern(value: Any) -> bool:
+    """Whether `value` is names and groups of names, as rearrange takes them."""
+    return isinstance(value, (tuple, list)) and all(
+        isinstance(entry, str) or (isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry))
+        for entry in value
+    )

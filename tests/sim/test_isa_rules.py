@@ -69,7 +69,7 @@ BROKEN = {
     "unary second operator": (
         "operator", lambda: nisa.scalar_tensor_tensor(t(32, 8), t(32, 8), nl.add, 1.0, nl.abs, t(32, 8))),
     "second operand that is a number": (
-        "scalar-operand", lambda: nisa.scalar_tensor_tensor(t(32, 8), t(32, 8), nl.add, 1.0, nl.add, 2.0)),
+        "tensor-operand", lambda: nisa.scalar_tensor_tensor(t(32, 8), t(32, 8), nl.add, 1.0, nl.add, 2.0)),
     "data and operand1 in PSUM": (
         "both-in-psum",
         lambda: nisa.scalar_tensor_tensor(t(32, 8), psum(32, 8), nl.add, 1.0, nl.add, psum(32, 8))),
@@ -147,7 +147,7 @@ BROKEN = {
     "select that reads what idle left": ("reduce-register", lambda: select_reduce(reduce_res=t(32, 1))),
     "on_false of two columns": ("vector-operand", lambda: select_reduce(on_false=t(32, 2))),
     "range of integers": ("operand-dtype", lambda: range_select(data=t(32, 8, dtype=nl.int16))),
-    "bound that is a number": ("vector-operand", lambda: range_select(bound0=3.0)),
+    "bound that is a number": ("tensor-operand", lambda: range_select(bound0=3.0)),
     "bound in bfloat16": ("operand-dtype", lambda: range_select(bound1=t(32, 1, dtype=nl.bfloat16))),
     "range reduced by add": ("operator", lambda: range_select(reduce_op=nl.add)),
     "range that loads": ("reduce-register", lambda: range_select(reduce_cmd=command.load_reduce)),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..dtypes import as_float32
 from ..enums import engine as Engine
 from ..enums import reduce_cmd as ReduceCmd
 from ..instruction import Call
@@ -58,7 +59,7 @@ class Accumulators:
             if isinstance(initial, NkiTensor):
                 values.copy_(initial.f32().reshape(-1))
             elif initial is not None:
-                values.fill_(initial)
+                values.fill_(as_float32(initial))
         else:
             values.fill_(operator.identity)
         self.known[lanes] = True

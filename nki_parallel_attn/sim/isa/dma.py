@@ -200,7 +200,7 @@ def dma_compute(
         call.fail(rule, f"{len(srcs)} sources, expected 1 to {_MAX_SOURCES}")
     if reduce_op is not add:
         call.fail(rule, f"reduce_op is {reduce_op!r}, expected nl.add")
-    if scales is not None and list(scales) != [1.0] * len(srcs):
+    if scales is not None and (not isinstance(scales, Sequence) or list(scales) != [1.0] * len(srcs)):
         call.fail(rule, f"scales is {scales}, expected 1.0 for each of {len(srcs)} sources")
     _require_equal_sizes(call, dst, **{f"srcs[{i}]": src for i, src in enumerate(srcs)})
     for tensor in (dst, *srcs):

@@ -84,8 +84,6 @@ def affine_select(
     compare = COMPARISONS.get(as_operator(cmp_op))
     if compare is None:
         call.fail("operator", f"cmp_op is {cmp_op!r}, expected a comparison")
-    if not isinstance(on_false_value, (int, float)):
-        call.fail("scalar-operand", f"on_false_value is {on_false_value!r}, expected a number")
     steps = affine_steps(call, dst, pattern)
     if not call.core.computes:
         return

@@ -31,7 +31,6 @@ from ..dtypes import (
 from ..enums import MemoryRegion, nc_version
 from ..enums import engine as Engine
 from ..instruction import Call, instruction
-from ..operand_checks import require_number
 from ..tensor import NkiTensor
 from .alu import column, flat_bits, put_bits, unsigned
 
@@ -145,7 +144,6 @@ def dropout(call: Call, dst: NkiTensor, data: NkiTensor, prob: float | NkiTensor
     """
     if dst.dtype != data.dtype:
         call.fail("matching-dtype", f"data is {data.dtype}, dst {dst.dtype}")
-    require_number(call, "prob", prob)
     if isinstance(prob, NkiTensor):
         if data.dtype.is_integer:
             call.require(prob.dtype == float32, "operand-dtype", f"prob is {prob.dtype} for {data.dtype}, not float32")
@@ -174,7 +172,6 @@ def rand2(call: Call, dst: NkiTensor, min: float | NkiTensor, max: float | NkiTe
     """
     call.require_target(nc_version.gen4, "rand2")
     for label, value in (("min", min), ("max", max)):
-        require_number(call, label, value)
         if isinstance(value, NkiTensor) and (value.size != dst.shape[0] or value.shape[0] != dst.shape[0]):
             call.fail("vector-operand", f"{label} is {list(value.shape)}, expected [{dst.shape[0]}, 1]")
     known = call.core.computes or not (isinstance(min, NkiTensor) or isinstance(max, NkiTensor))

@@ -10,7 +10,7 @@ from ..dtypes import as_float32, tfloat32
 from ..enums import engine, nc_version
 from ..enums import reduce_cmd as ReduceCmd
 from ..instruction import Call, instruction
-from ..operand_checks import require_float32, require_number
+from ..operand_checks import require_float32
 from ..ops import (
     Operator,
     abs_max,
@@ -73,12 +73,10 @@ def _activation_function(call: Call, op: Any) -> Operator:
 
 def _check(call: Call, op: Any, data: NkiTensor, bias: Any, scale: Any) -> Operator:
     function = _activation_function(call, op)
-    require_number(call, "scale", scale)
     require_float32(call, "scale", scale)
     if isinstance(bias, NkiTensor):
         call.require(bias.dtype != tfloat32, "operand-dtype", "bias is tfloat32, which activation does not take")
     elif bias is not None:
-        require_number(call, "bias", bias)
         call.require_target(nc_version.gen3, "a constant bias")
     return function
 
@@ -211,8 +209,6 @@ def activate2(
         call.require(not reverse or operator is not bypass, "operator", f"reverse{label} needs op{label}")
     if isinstance(imm0, NkiTensor) and isinstance(imm1, NkiTensor):
         call.require(imm0.dtype == imm1.dtype, "matching-dtype", f"imm0 is {imm0.dtype}, imm1 {imm1.dtype}")
-    for label, value in (("imm0", imm0), ("imm1", imm1), ("relu_param", relu_param)):
-        require_number(call, label, value)
     check_command(call, reduce_cmd, _COMMANDS)
     reducer = add if reduce_op is None else as_operator(reduce_op)
     if reducer not in _REDUCERS:

@@ -27,7 +27,6 @@ from ..dtypes import (
 from ..enums import engine
 from ..enums import reduce_cmd as ReduceCmd
 from ..instruction import Call, instruction
-from ..operand_checks import require_number
 from ..ops import Operator, add, maximum, minimum, multiply, subtract
 from ..tensor import NkiTensor
 from .accumulators import Accumulators, check_command
@@ -89,7 +88,6 @@ def tensor_tensor_scan(
         initial: a constant or [P, 1].
     """
     first, second = arithmetic_operator(call, op0), arithmetic_operator(call, op1)
-    require_number(call, "initial", initial)
     if not call.core.computes:
         return
     left, right = (flat(data).t().contiguous().numpy() for data in (data0, data1))
@@ -126,7 +124,7 @@ def tensor_scalar_cumulative(
     src: NkiTensor,
     op0: Any,
     op1: Any,
-    imm0: float | NkiTensor,
+    imm0: float | NkiTensor | None,
     imm1: float | NkiTensor | None = None,
     reduce_cmd: ReduceCmd = ReduceCmd.reset_reduce,
     name: str | None = None,
@@ -145,12 +143,9 @@ def tensor_scalar_cumulative(
     second = arithmetic_operator(call, op1)
     if second not in _STEPS:
         call.fail("operator", f"op1 is {second!r}, expected add, subtract, multiply, maximum or minimum")
-    if imm1 is not None:
-        require_number(call, "imm1", imm1)
     commands = (ReduceCmd.reset_reduce, ReduceCmd.reduce, ReduceCmd.load_reduce)
     check_command(call, reduce_cmd, commands, imm1 is not None, "imm1")
-    initial = imm1 if imm1 is None or isinstance(imm1, NkiTensor) else as_float32(imm1)
-    registers = Accumulators.of(call).start(call, reduce_cmd, second, initial)
+    registers = Accumulators.of(call).start(call, reduce_cmd, second, imm1)
     if not call.core.computes:
         return
     operand = imm0.f32().reshape(-1, 1) if isinstance(imm0, NkiTensor) else imm0

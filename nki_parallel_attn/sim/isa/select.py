@@ -10,11 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..dtypes import ALL, PACKED, bool_, float32, int8, int16, int32, tfloat32, uint8, uint16, uint32
+from ..dtypes import (
+    ALL,
+    PACKED,
+    as_float32,
+    bool_,
+    float32,
+    int8,
+    int16,
+    int32,
+    tfloat32,
+    uint8,
+    uint16,
+    uint32,
+)
 from ..enums import engine, nc_version
 from ..enums import reduce_cmd as ReduceCmd
 from ..instruction import Call, instruction
-from ..operand_checks import require_number
 from ..ops import as_operator, maximum, not_equal
 from ..tensor import NkiTensor
 from .accumulators import accumulate, check_command
@@ -47,7 +59,6 @@ def tensor_copy_predicated(
         src: a tensor of dst's dtype, or a number.
         predicate: unsigned integers.
     """
-    require_number(call, "src", src)
     if isinstance(src, NkiTensor) and src.dtype != dst.dtype:
         call.fail("matching-dtype", f"src is {src.dtype}, dst {dst.dtype}")
     if not call.core.computes:
@@ -92,7 +103,6 @@ def select_reduce(
         reduce_op: nl.maximum.
         reduce_res: [P, 1] float tensor that receives the accumulators.
     """
-    require_number(call, "on_false", on_false)
     _check_maximum(call, reduce_op)
     check_command(call, reduce_cmd, (ReduceCmd.idle, ReduceCmd.reset_reduce, ReduceCmd.reduce))
     result = None
@@ -145,17 +155,12 @@ def range_select(
     for operator in (first, second):
         if operator not in COMPARISONS or operator is not_equal:
             call.fail("operator", f"{operator!r}, expected equal, less, less_equal, greater or greater_equal")
-    for label, bound in (("bound0", bound0), ("bound1", bound1)):
-        if not isinstance(bound, NkiTensor):
-            call.fail("vector-operand", f"{label} is {bound!r}, expected a [{dst.shape[0]}, 1] tensor")
     call.require(
-        np.float32(on_false_value) == FP32_MIN,
+        as_float32(on_false_value) == FP32_MIN,
         "range-select-false-value",
         f"on_false_value is {on_false_value}, expected {FP32_MIN}",
     )
     elements = on_true_tile.free_size
-    if not isinstance(range_start, int):
-        call.fail("scalar-operand", f"range_start is {range_start!r}, expected an integer")
     call.require(
         range_start >= -(2**24) and range_start + elements - 1 <= 2**24,
         "range-select-index",

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..dtypes import (
-    as_float32,
     bfloat16,
     float8_e4m3,
     float8_e5m2,
@@ -28,7 +27,7 @@ from ..dtypes import (
 from ..enums import engine, nc_version
 from ..enums import reduce_cmd as ReduceCmd
 from ..instruction import Call, instruction
-from ..operand_checks import require_float32, require_number
+from ..operand_checks import require_float32
 from ..ops import add, as_operator, maximum, minimum, multiply
 from ..tensor import NkiTensor
 from .accumulators import accumulate, check_command
@@ -76,8 +75,6 @@ def exponential(
         call.require(
             len(tensor.shape) <= 4, "access-pattern-dims", f"{label} has {len(tensor.shape)} dimensions, at most 4"
         )
-    require_number(call, "max_value", max_value)
-    require_number(call, "reduce_init", reduce_init)
     loads = reduce_cmd is ReduceCmd.load_reduce
     commands = (ReduceCmd.idle, ReduceCmd.reset_reduce, ReduceCmd.reduce, ReduceCmd.load_reduce)
     check_command(
@@ -135,13 +132,10 @@ def tensor_scalar_reduce(
     reducer = as_operator(reduce_op)
     if reducer not in (add, multiply, maximum, minimum):
         call.fail("operator", f"reduce_op is {reducer!r}, expected add, multiply, maximum or minimum")
-    if reduce_init is not None:
-        require_number(call, "reduce_init", reduce_init)
     commands = (ReduceCmd.reset_reduce, ReduceCmd.reduce, ReduceCmd.load_reduce)
     check_command(call, reduce_cmd, commands, reduce_init is not None, "reduce_init")
     result = None
     if call.core.computes:
         result = apply_operator(operator, data.f32(), column(operand0, data.shape), False)
         dst.put(result)
-    initial = reduce_init if reduce_init is None or isinstance(reduce_init, NkiTensor) else as_float32(reduce_init)
-    accumulate(call, reduce_cmd, reducer, result, reduce_res, initial=initial, negate=reduce_res_negate)
+    accumulate(call, reduce_cmd, reducer, result, reduce_res, initial=reduce_init, negate=reduce_res_negate)

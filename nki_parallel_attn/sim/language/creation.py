@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..core import current_core, fail
-from ..dtypes import DType, as_dtype, uint8
+from ..dtypes import kernel_dtype, uint8
 from ..enums import HBM_REGIONS, ON_CHIP_REGIONS, MemoryRegion
 from ..integers import is_integer
 from ..isa.vector import memset
 from ..memory import allocate
-from ..tensor import NkiTensor
+from ..tensor import NkiTensor, require_tensor
 from .composite import fill
 
 
@@ -36,7 +36,7 @@ def ndarray(
         CapacityError: more is live than the memory holds.
     """
     core = current_core()
-    kind = _dtype(dtype)
+    kind = kernel_dtype(dtype)
     if type(buffer) is not MemoryRegion:
         fail("buffer", f"buffer is {buffer!r}, expected nl.sbuf, nl.psum, nl.hbm, nl.private_hbm or nl.shared_hbm")
     sizes = _shape(shape, buffer)
@@ -49,19 +49,10 @@ def ndarray(
     return NkiTensor(sizes, kind, allocate(core, sizes, kind, buffer, label, address))
 
 
-def _dtype(dtype: Any) -> DType:
-    if type(dtype) is DType:
-        return dtype
-    try:
-        return as_dtype(dtype)
-    except TypeError as error:
-        fail("tensor-dtype", str(error))
-
-
-def _shape(shape: Sequence[int], buffer: MemoryRegion) -> tuple[int, ...]:
-    sizes = tuple(shape)
+def _shape(shape: Any, buffer: MemoryRegion) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else ()
     if not sizes:
-        fail("tensor-shape", "shape is empty, expected positive integers")
+        fail("tensor-shape", f"shape is {shape!r}, expected a tuple of positive integers")
     for size in sizes:
         if not is_integer(size) or size < 1:
             fail("tensor-shape", f"shape is {shape!r}, expected positive integers")
@@ -99,11 +90,13 @@ def ones(shape: Sequence[int], dtype: Any, buffer: MemoryRegion = MemoryRegion.s
 
 def empty_like(x: NkiTensor, dtype: Any = None, buffer: MemoryRegion | None = None, name: str = "") -> NkiTensor:
     """An uninitialised tensor with the shape of `x`, and its dtype and buffer unless given."""
+    require_tensor(x, "x")
     return ndarray(x.shape, dtype or x.dtype, buffer or x.buffer, name)
 
 
 def zeros_like(x: NkiTensor, dtype: Any = None, buffer: MemoryRegion | None = None, name: str = "") -> NkiTensor:
     """Zeros with the shape of `x`, and its dtype unless given; in SBUF unless `buffer` is given."""
+    require_tensor(x, "x")
     return full(x.shape, 0, dtype or x.dtype, buffer or MemoryRegion.sbuf, name)
 
 
@@ -116,6 +109,7 @@ def rand(shape: Sequence[int], dtype: Any, buffer: MemoryRegion = MemoryRegion.s
 
 def random_seed(seed: NkiTensor) -> None:
     """Seed `rand` with the 32-bit value of a [1, 1] tensor."""
+    require_tensor(seed, "seed")
     if seed.size != 1:
         fail("register", f"seed has shape {list(seed.shape)}, expected [1, 1]")
     current_core().generator.manual_seed(int(seed.raw.reshape(-1)[0].item()))
@@ -132,6 +126,7 @@ def shared_constant(constant: Any) -> NkiTensor:
 def shared_identity_matrix(n: int, dtype: Any = uint8, dst: NkiTensor | None = None) -> NkiTensor:
     """The n x n identity matrix in SBUF; written to `dst` when given."""
     result = ndarray((n, n), dtype) if dst is None else dst
+    require_tensor(result, "dst")
     if math.prod(result.shape) != n * n or result.shape[0] != n:
         fail("same-elements", f"dst is {list(result.shape)}, expected [{n}, {n}]")
     fill(dst=result, values=torch.eye(n))

@@ -34,7 +34,7 @@ from ..ops import (
     square,
     subtract,
 )
-from ..tensor import NkiTensor
+from ..tensor import NkiTensor, require_tensor
 from .composite import composite
 from .creation import ndarray
 from .data import broadcast_to, copy_tile
@@ -43,18 +43,9 @@ Tile = NkiTensor
 Axis = int | Sequence[int]
 
 
-def apply(operator: Operator, *operands: Any, dtype: Any = None) -> NkiTensor:
-    """operator(x) or operator(x, y) on tiles and numbers."""
-    if len(operands) == operator.inputs + 1:
-        *operands, dtype = operands  # type: ignore[assignment]
-    if len(operands) != operator.inputs or not any(isinstance(value, NkiTensor) for value in operands):
-        fail("operator", f"{operator!r} takes {operator.inputs} operand(s), at least one of them a tile")
-    if operator.inputs == 1:
-        return _unary(operator, operands[0], dtype)
-    return _binary(operator, operands[0], operands[1], dtype)
-
-
-def _unary(operator: Operator, x: Tile, dtype: Any) -> Tile:
+def unary(operator: Operator, x: Tile, dtype: Any = None) -> Tile:
+    """operator(x) on a tile."""
+    _require_tile(operator, x)
     if operator is copy:
         return copy_tile(x, dtype)
     result = ndarray(x.shape, dtype or x.dtype)
@@ -73,7 +64,9 @@ def _unary(operator: Operator, x: Tile, dtype: Any) -> Tile:
     return result
 
 
-def _binary(operator: Operator, x: Any, y: Any, dtype: Any) -> Tile:
+def binary(operator: Operator, x: Any, y: Any, dtype: Any = None) -> Tile:
+    """operator(x, y) on two tiles, or a tile and a number."""
+    _require_tile(operator, x, y)
     first = x if isinstance(x, NkiTensor) else y
     if isinstance(x, NkiTensor) and isinstance(y, NkiTensor):
         x, y = _together(x, y)
@@ -95,6 +88,11 @@ def _binary(operator: Operator, x: Any, y: Any, dtype: Any) -> Tile:
     else:
         tensor_scalar(dst=result, data=first, op0=operator, operand0=number, reverse0=reverse)
     return result
+
+
+def _require_tile(operator: Operator, *operands: Any) -> None:
+    if not any(isinstance(value, NkiTensor) for value in operands):
+        fail("operator", f"{operator!r} takes {operator.inputs} operand(s), at least one of them a tile")
 
 
 def _together(x: Tile, y: Tile) -> tuple[Tile, Tile]:
@@ -120,8 +118,12 @@ def _spread(x: Tile, shape: Sequence[int]) -> Tile:
 
 
 def _axes(x: Tile, axis: Axis) -> list[int]:
-    given = integers(axis if isinstance(axis, Sequence) else (axis,), "axis")
-    return [a + len(x.shape) if a < 0 else a for a in given]
+    require_tensor(x, "x")
+    ndim = len(x.shape)
+    axes = sorted(a + ndim if a < 0 else a for a in integers(axis if isinstance(axis, Sequence) else (axis,), "axis"))
+    if not axes or axes != list(range(ndim - len(axes), ndim)) or axes[0] == 0:
+        fail("reduce-axis", f"axis {axis} of x {list(x.shape)}")
+    return axes
 
 
 def _reduced_shape(x: Tile, axis: Axis, keepdims: bool) -> tuple[int, ...]:
@@ -187,10 +189,10 @@ def var(x: Tile, axis: Axis, dtype: Any = None, keepdims: bool = False) -> Tile:
 def softmax(x: Tile, axis: Axis = -1, dtype: Any = None) -> Tile:
     """exp(x - max) / sum over `axis`, in float32."""
     top = _reduce(maximum, x, axis, float32, True)
-    shifted = apply(subtract, x, top, dtype=float32)
-    powers = apply(exp, shifted, dtype=float32)
+    shifted = binary(subtract, x, top, dtype=float32)
+    powers = unary(exp, shifted, dtype=float32)
     total = _reduce(add, powers, axis, float32, True)
-    return apply(multiply, powers, apply(reciprocal, total), dtype=dtype or x.dtype)
+    return binary(multiply, powers, unary(reciprocal, total), dtype=dtype or x.dtype)
 
 
 def rms_norm(
@@ -198,15 +200,19 @@ def rms_norm(
 ) -> Tile:
     """x / sqrt(sum(x * x over axis) / n + epsilon) * w."""
     kind = compute_dtype or float32
-    total = _reduce(add, apply(square, x, dtype=kind), axis, kind, True)
+    total = _reduce(add, unary(square, x, dtype=kind), axis, kind, True)
     scale = ndarray(total.shape, kind)
     tensor_scalar(dst=scale, data=total, op0=multiply, operand0=1.0 / n, op1=add, operand1=epsilon)
-    normed = apply(multiply, x, apply(rsqrt, scale), dtype=kind)
-    return apply(multiply, normed, w, dtype=dtype or x.dtype)
+    normed = binary(multiply, x, unary(rsqrt, scale), dtype=kind)
+    return binary(multiply, normed, w, dtype=dtype or x.dtype)
 
 
 def where(condition: Tile, x: Any, y: Any, dtype: Any = None) -> Tile:
     """Elements of x where condition is not 0, else of y."""
+    require_tensor(condition, "condition")
+    for name, value in (("x", x), ("y", y)):
+        if not isinstance(value, (NkiTensor, int, float)):
+            fail("scalar-operand", f"{name} is {value!r}, expected a number or a tile")
     tiles = [value for value in (x, y) if isinstance(value, NkiTensor)]
     result = ndarray(condition.shape, dtype or (tiles[0] if tiles else condition).dtype)
 
@@ -223,6 +229,7 @@ def where(condition: Tile, x: Any, y: Any, dtype: Any = None) -> Tile:
 
 def dropout(x: Tile, rate: float | Tile, dtype: Any = None) -> Tile:
     """Elements of x, each replaced by 0 with probability `rate`, a number or a [P, 1] tile."""
+    require_tensor(x, "x")
     result = ndarray(x.shape, dtype or x.dtype)
     generator = current_core().generator
 

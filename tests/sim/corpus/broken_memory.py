@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from nki_parallel_attn.sim import isa as nisa
 from nki_parallel_attn.sim import language as nl
 from nki_parallel_attn.sim.errors import CapacityError, OutOfBoundsError, UninitializedReadError
@@ -83,16 +85,21 @@ def read_one_column_beyond_what_was_written():
 
 @broken(CASES, "uninitialised-output", f32(128, 8), error=UninitializedReadError)
 def output_of_which_a_row_is_missing(x):
-    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)  # <- breaks
     nisa.dma_copy(dst=out[0:127, :], src=load(x)[0:127, :])
     return out
 
 
 @broken(CASES, "kernel-output", f32(128, 8))
 def output_in_private_hbm(x):
-    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.private_hbm)
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.private_hbm)  # <- breaks
     nisa.dma_copy(dst=out, src=load(x))
     return out
+
+
+@broken(CASES, "tensor-operand", f32(128, 8))
+def array_that_is_no_argument(x):
+    nisa.tensor_tensor(dst=tile((128, 8)), data1=load(x), data2=np.ones((128, 8), np.float32), op=nl.add)  # <- breaks
 
 
 @broken(CASES, "index-bounds", f32(128, 8), error=OutOfBoundsError)
