@@ -93,7 +93,7 @@ def _known(index: NkiTensor) -> torch.Tensor:
 def _resolve_scalar(view: NkiTensor, found: ScalarOffset, skip: bool) -> NkiTensor | None:
     index = found.index
     if isinstance(index, VirtualRegister):
-        value = index.read()
+        value = index.read_integer()
     else:
         if index.size != 1:
             fail("register", f"a scalar offset is one element, got a tensor of shape {list(index.shape)}")

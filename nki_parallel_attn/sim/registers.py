@@ -8,7 +8,7 @@ from .core import fail
 
 
 class VirtualRegister:
-    """A 32-bit integer register.
+    """A 32-bit register: an integer, or a float32 on its way from one tensor to another.
 
     It can be the condition of `while`, a bound of a dynamic loop, a dynamic index, or a `scalar_offset`; Python
     arithmetic and comparisons on it do not exist on the device and raise TypeError.
@@ -18,11 +18,11 @@ class VirtualRegister:
         frozen: True for loop registers, which instructions cannot write.
     """
 
-    def __init__(self, state: int | None = None, frozen: bool = False) -> None:
+    def __init__(self, state: int | float | None = None, frozen: bool = False) -> None:
         self.state = state
         self.frozen = frozen
 
-    def read(self) -> int:
+    def read(self) -> int | float:
         """The value.
 
         Raises:
@@ -32,15 +32,28 @@ class VirtualRegister:
             fail("register", "this register is read before anything was written to it")
         return self.state
 
-    def write(self, value: int) -> None:
-        """Store `value`, wrapped to 32 bits.
+    def read_integer(self) -> int:
+        """The value of a register that counts or points.
+
+        Raises:
+            NkiValidationError: nothing has been written to it, or a float32.
+        """
+        value = self.read()
+        if isinstance(value, float):
+            fail("register", f"this register holds the float32 {value:g}, expected an integer")
+        return value
+
+    def write(self, value: int | float) -> None:
+        """Store `value`, an integer wrapped to 32 bits or a float32.
 
         Raises:
             NkiValidationError: it is the register of a loop.
         """
         if self.frozen:
             fail("register", "the register of a loop is read-only")
-        self.state = (value + 2**31) % 2**32 - 2**31 if not 0 <= value < 2**32 else value
+        if isinstance(value, int) and not 0 <= value < 2**32:
+            value = (value + 2**31) % 2**32 - 2**31
+        self.state = value
 
     def __bool__(self) -> bool:
         return self.read() != 0

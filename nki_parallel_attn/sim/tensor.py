@@ -25,10 +25,27 @@ Flags = np.ndarray[Any, np.dtype[Any]]
 
 
 class NKIObject:
-    """Base class of objects that kernels define or receive."""
+    """Base class of objects that kernels define or receive.
 
-    def __init__(self, **kwargs: Any) -> None:
-        self.__dict__.update(kwargs)
+    A subclass without an __init__ of its own gets the compiler's, whether it is a dataclass or not: one parameter per
+    annotated field, None where the class gives no default, then __post_init__
+    (nki/get-started/nki-language-guide.rst, "Class Support").
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        fields = [name for base in reversed(type(self).__mro__) for name in vars(base).get("__annotations__", {})]
+        if len(args) > len(fields):
+            raise TypeError(f"{type(self).__name__}() takes {len(fields)} arguments but {len(args)} were given")
+        given = dict(zip(fields, args, strict=False))
+        for name in kwargs:
+            if name in given:
+                raise TypeError(f"{type(self).__name__}() got multiple values for argument {name!r}")
+        for name, value in {**{name: getattr(type(self), name, None) for name in fields}, **given, **kwargs}.items():
+            setattr(self, name, value)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Called at the end of the compiler's __init__."""
 
 
 class NkiTensor(ViewOperations):

@@ -194,3 +194,30 @@ def test_a_write_to_an_argument_that_starts_inside_its_memory_lands_there():
         return out
 
     assert torch.equal(low_halves(words[3:5]), words[3:5].view(torch.int16))
+
+
+class Plain(nl.NKIObject):
+    rows: int
+    scale: float = 2.0
+
+    def __post_init__(self):
+        self.size = 8 * (self.rows or 0)
+
+
+class Shaped(Plain):
+    def __init__(self, rows):
+        self.rows = rows
+
+
+def test_objects_of_kernels_get_the_documented_constructor():
+    def kernel(x, given):
+        made = Plain(3)
+        assert (made.rows, made.scale, made.size, Plain().rows, Plain(scale=1.0).scale) == (3, 2.0, 24, None, 1.0)
+        assert given.rows == 4 and given.scale == 2.0
+        return x
+
+    simulate(kernel)(np.ones((2, 2), np.float32), Shaped(4))
+    with pytest.raises(TypeError, match="takes 2 arguments"):
+        Plain(1, 2, 3)
+    with pytest.raises(TypeError, match="multiple values"):
+        Plain(1, rows=2)

@@ -1,7 +1,7 @@
 """Register instructions. Source: nki/api/nki/isa/__init__.py, register_alloc to register_store.
 
-Registers hold 32-bit integers. What a float in memory would become in one is on no page, so loads and stores take
-integer tensors; a store to a narrower one keeps the low bits.
+Registers hold 32-bit integers or a float32 (nki/get-started/nki-language-guide.rst, "Dynamic Control Flow"). What one
+would become as the other is on no page, so neither is converted; a store to a narrower integer keeps the low bits.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..core import fail
+from ..dtypes import float32
 from ..enums import engine
 from ..instruction import Call, instruction
 from ..registers import VirtualRegister
@@ -36,20 +37,28 @@ def register_move(call: Call, dst: VirtualRegister, src: int | VirtualRegister) 
 
 @instruction(engine=engine.sync, reads=("src",))
 def register_load(call: Call, dst: VirtualRegister, src: NkiTensor) -> None:
-    """dst = the one element of `src`, an integer in HBM or SBUF."""
+    """dst = the one element of `src`, an integer or a float32 in HBM or SBUF."""
     _require_register(call, "dst", dst)
     _require_element(call, "src", src)
     core = call.core
-    dst.write(int(src.raw.reshape(-1)[0].item()) if core.computes else core.unknown_value)
+    value = src.raw.reshape(-1)[0].item() if core.computes else core.unknown_value
+    dst.write(float(value) if src.dtype == float32 else int(value))
 
 
 @instruction(engine=engine.sync, writes=("dst",))
 def register_store(call: Call, dst: NkiTensor, src: VirtualRegister) -> None:
-    """dst, one integer in HBM or SBUF, = src."""
+    """dst, one integer or float32 in HBM or SBUF, = src, which holds the same."""
     _require_element(call, "dst", dst)
     _require_register(call, "src", src)
-    bits = src.read() % 2 ** (8 * dst.dtype.itemsize)
-    if call.core.computes:
+    value = src.read()
+    if isinstance(value, float) is not (dst.dtype == float32):
+        call.fail("register", f"src holds {value!r}, dst is {dst.dtype}; registers do not convert")
+    if not call.core.computes:
+        return
+    if isinstance(value, float):
+        dst.put(torch.tensor([value]))
+    else:
+        bits = value % 2 ** (8 * dst.dtype.itemsize)
         dst.put_raw(torch.tensor([bits], dtype=torch.int64).to(dst.format.torch))
 
 
@@ -65,5 +74,5 @@ def _require_register(call: Call, operand: str, value: object) -> None:
 def _require_element(call: Call, operand: str, tensor: NkiTensor) -> None:
     if tensor.size != 1:
         call.fail("register", f"{operand} has shape {list(tensor.shape)}, expected one element")
-    if not tensor.dtype.is_integer:
-        call.fail("register", f"{operand} is {tensor.dtype}; registers hold integers")
+    if not tensor.dtype.is_integer and tensor.dtype != float32:
+        call.fail("register", f"{operand} is {tensor.dtype}; registers hold integers and float32")

@@ -65,7 +65,7 @@ def _registers(start: Bound, stop: Bound, step: int, frozen: bool) -> Iterator[V
 
 
 def _value(bound: Bound) -> int:
-    return bound.read() if isinstance(bound, VirtualRegister) else integer(bound, "a bound of the loop")
+    return bound.read_integer() if isinstance(bound, VirtualRegister) else integer(bound, "a bound of the loop")
 
 
 class _Loop:
