@@ -30,6 +30,8 @@ def check_tensor(
     """
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(name, type(value).__name__, "a torch tensor")
+    if value.is_nested:
+        raise ArgumentTypeError(name, "a nested tensor", f"a dense one, [{shape}]")
     if dtypes is not None and value.dtype not in dtypes:
         raise ArgumentTypeError(name, value.dtype, " or ".join(str(dtype) for dtype in dtypes))
     if value.layout != torch.strided:

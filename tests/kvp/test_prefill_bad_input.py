@@ -51,6 +51,8 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "q dims": (CASE, lambda a: {"q": a["q"][0]}, "q"),
     "q sparse": (CASE, lambda a: {"q": a["q"].to_sparse()}, "q"),
     "q empty": (CASE, lambda a: {"q": a["q"][:, :0]}, "q"),
+    "q nested": (CASE, lambda a: {"q": torch.nested.nested_tensor([torch.ones(1, 1)] * 2)}, "q"),
+    "no data": (CASE, lambda a: {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in a.items()}, "q"),
     "q device": (CASE, lambda a: {"q": a["q"].to("meta")}, "k_cache"),
     "head_dim": (CASE, lambda a: {"q": a["q"].repeat(1, 1, 5)}, "q"),
     "k dtype": (CASE, lambda a: {"k_cache": a["k_cache"].to(torch.bfloat16)}, "k_cache"),
