@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides of a dense tensor."""
@@ -16,6 +18,25 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Distance from the first to the last element."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements share an address."""
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
+        if stride == 0:
+            return True
+        if stride <= reach:
+            return _interleaves_twice(shape, strides)
+        reach += stride * (size - 1)
+    return False
+
+
+def _interleaves_twice(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    addresses = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        addresses = (addresses[:, None] + np.arange(size) * stride).reshape(-1)
+    return np.unique(addresses).size < addresses.size
 
 
 def collapse(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

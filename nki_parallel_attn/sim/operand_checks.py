@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .dtypes import float32
 from .enums import MemoryRegion, engine, nc_version
-from .layout import collapse
+from .layout import collapse, repeats
 
 if TYPE_CHECKING:
     from .instruction import Call
@@ -48,8 +48,9 @@ def check_operand(call: Call, operand: str, tensor: NkiTensor, written: bool) ->
             call.fail(
                 "access-pattern-dims", f"{operand} needs the {len(shape)}-dimensional pattern {tensor.get_pattern()}"
             )
-    if written and 0 in tensor.strides and any(n > 1 and s == 0 for n, s in zip(shape, tensor.strides, strict=True)):
-        call.fail("write-overlap", f"{operand} has a broadcast dimension: pattern {tensor.get_pattern()}")
+    first = 1 if hasattr(tensor, "index") else 0  # where an index chooses, the first stride says nothing
+    if written and repeats(shape[first:], tensor.strides[first:]):
+        call.fail("write-overlap", f"{operand} names an element more than once: pattern {tensor.get_pattern()}")
     dtypes = call.declaration.dtypes.get(operand)
     if dtypes is not None and tensor.dtype not in dtypes:
         call.fail("operand-dtype", f"{operand} is {tensor.dtype}, expected one of {', '.join(map(str, dtypes))}")

@@ -68,6 +68,9 @@ class VirtualRegister:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_python_value
     __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = _no_python_value
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _no_python_value
+    # Without these two a branch on `register == 0` would silently never be taken.
+    __eq__ = __ne__ = _no_python_value
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"VirtualRegister({self.state})"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nki_parallel_attn.sim import Checks, NkiValidationError, OutOfBoundsError, simulate
 from nki_parallel_attn.sim import isa as nisa
 from nki_parallel_attn.sim import language as nl
+from nki_parallel_attn.sim.layout import repeats
 
 SHAPES = st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple)
 
@@ -239,3 +240,11 @@ def test_tensor_indirection_gathers_and_scatters_columns():
     assert torch.equal(simulate(kernel, target="trn3")(values, offsets, places), expected)
     with pytest.raises(NkiValidationError, match="gen4"):
         simulate(kernel, target="trn2")(values, offsets, places)
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_patterns_that_name_an_element_twice_are_found(pattern):
+    strides, shape = [stride for stride, _ in pattern], [size for _, size in pattern]
+    addresses = [int(np.dot(strides, index)) for index in np.ndindex(*shape)]
+    assert repeats(shape, strides) == (len(set(addresses)) < len(addresses))

@@ -200,3 +200,9 @@ def scalar_and_vector_offset_together(x, rows, one):
 def destination_that_repeats_elements():
     t = tile((128, 1, 8))
     nisa.tensor_copy(dst=t.broadcast(1, 4), src=tile((128, 4, 8)))  # <- breaks
+
+
+@broken(CASES, "write-overlap")
+def destination_of_overlapping_windows():
+    windows = tile((128, 8)).ap([[8, 128], [1, 4], [1, 4]])
+    nisa.tensor_copy(dst=windows, src=tile((128, 4, 4)))  # <- breaks
