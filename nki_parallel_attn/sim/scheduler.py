@@ -176,6 +176,8 @@ class Scheduler:
             pass
         except BaseException as error:
             task.error = error
+            if len(self.tasks) > 1 and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"raised by {task.name}")
             self._fail(error)
         task.finished = True
 

@@ -154,6 +154,19 @@ def test_worlds_are_charged_the_same_without_data():
     assert run(tiled_matmul, *shapes_of, lnc=2) == run(tiled_matmul, left, right, lnc=2, compute=True)
 
 
+def test_transposed_loads_are_charged_the_same_without_data():
+    def kernel(x):
+        columns = sbuf(128, 4, 128)
+        for k in range(4):
+            nisa.dma_transpose(dst=columns[:, k, :], src=x[:, k * 128 : (k + 1) * 128])
+        product = nl.ndarray((128, 128), dtype=nl.float32, buffer=nl.psum)
+        for k in range(4):
+            nisa.nc_matmul(product, columns[:, k, :], columns[:, k, :])
+
+    x = torch.randn(128, 512).bfloat16()
+    assert run(kernel, x.to("meta")) == run(kernel, x, compute=True)
+
+
 def test_flash_attention_busy_times():
     heads, d, seqlen = 2, 128, 2048
     q_t, v = ShapeOnly((heads, d, seqlen), nl.float32), ShapeOnly((heads, seqlen, d), nl.float32)

@@ -73,9 +73,10 @@ def test_the_first_error_ends_every_task():
         core.scheduler.block_until(lambda: False, "rank 2")
         finished.append(core.rank.index)
 
-    with pytest.raises(ValueError, match="rank 2 is unwell"):
+    with pytest.raises(ValueError, match="rank 2 is unwell") as caught:
         simulate(kernel, world_size=4)([(0,)] * 4)
     assert not finished
+    assert getattr(caught.value, "__notes__", ["raised by rank 2"]) == ["raised by rank 2"]
 
 
 def test_program_instances_share_hbm_and_know_their_place():

@@ -118,7 +118,8 @@ def dma_transpose(
         back = dst._derive(
             tuple(dst.shape[axis] for axis in order), tuple(dst.strides[axis] for axis in order), dst.offset
         )
-        call.writes[:] = [back]
+        if skips(src):
+            call.writes[:] = [back]
         back, src = _without_skipped(call, back, src)
         back.put_raw(src.raw)
 
