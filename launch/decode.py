@@ -23,7 +23,7 @@ from rich.console import Console
 from decode_model import DecodeModel, DenseGreedy, load_model
 from decode_options import make_parser, parse, sharing
 from decode_report import DecodeReport, RankFigures, compare
-from launcher import default_block_size, show_progress, verify_tokens
+from launcher import cache_block_size, show_progress, verify_tokens
 from nki_parallel_attn.integrations.kv_caches import FP8
 from nki_parallel_attn.integrations.kv_parallel_decode import KVParallelDecode, hand_over, prefill_batch
 from nki_parallel_attn.integrations.kv_parallel_prefill import Measurements
@@ -73,10 +73,11 @@ def make_plans(model: DecodeModel, options: argparse.Namespace, kvdp: int, cp: i
     """All ranks in one KV group, for prefill and for decoding.
 
     Raises:
+        ArgumentError: a block size beyond the sequence.
         PlanError: a world size that the heads do not divide by, a batch that kvdp does not divide.
     """
     world_size, prompt = kvdp * cp, max(map(len, model.prompts))
-    block_size = options.block_size or default_block_size(prompt + options.steps, world_size)
+    block_size = cache_block_size(options.block_size, prompt + options.steps, world_size)
     prefill = ShardingPlan(
         model.decoder.config.attention_shape(),
         world_size=world_size,

@@ -6,7 +6,9 @@ import argparse
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,12 +109,17 @@ class _Transformers:
             raise BackendUnavailableError("transformers is not installed; pip install transformers")
         self.directory = directory
 
-    def __call__(self, prompt: Tensor, tokens: list[int]) -> list[int]:
+    @cached_property
+    def _model(self) -> Any:
+        """Loaded when the first reference is wanted, and by the rank that compares alone."""
         import transformers
 
         model = transformers.AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
         model.generation_config.eos_token_id = None
-        made = model.generate(
+        return model
+
+    def __call__(self, prompt: Tensor, tokens: list[int]) -> list[int]:
+        made = self._model.generate(
             prompt[None],
             attention_mask=torch.ones_like(prompt)[None],
             max_new_tokens=len(tokens),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from launcher import default_block_size, show_progress, verify_tokens
+from launcher import cache_block_size, show_progress, verify_tokens
 from nki_parallel_attn.errors import PlanError
 from nki_parallel_attn.integrations.kv_parallel_prefill import KVParallelPrefill
 from nki_parallel_attn.plan import ShardingPlan
@@ -63,6 +63,7 @@ def make_plan(model: PrefillModel, options: argparse.Namespace, world_size: int)
     """One model copy, all ranks in one KV group.
 
     Raises:
+        ArgumentError: a block size beyond the text.
         PlanError: a world size that does not divide the query heads, or sizes that do not fit each other.
     """
     shape, length = model.decoder.config.attention_shape(), len(model.token_ids)
@@ -70,7 +71,7 @@ def make_plan(model: PrefillModel, options: argparse.Namespace, world_size: int)
         sizes: list[int | str] = [size for size in range(1, shape.q_heads + 1) if shape.q_heads % size == 0]
         rule = "the number of ranks divides the query heads"
         raise PlanError(rule, f"{world_size} ranks, {shape.q_heads} query heads", {"world_size": sizes})
-    block_size = options.block_size or default_block_size(length, world_size)
+    block_size = cache_block_size(options.block_size, length, world_size)
     return ShardingPlan(
         shape,
         world_size=world_size,

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from nki_parallel_attn.errors import ArgumentError, RankMismatchError
 
+SMALLEST_DEFAULT_BLOCK = 16
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose --help is an ordinary flag, for rank 0 to act on, and whose errors are raised."""
@@ -50,9 +52,17 @@ def check_report(path: Path | None, option: str = "--report") -> None:
         raise ArgumentError(option, path, "a file that can be written")
 
 
-def default_block_size(length: int, ranks: int) -> int:
-    """The power of two that gives each rank two blocks or more, but at least 16 and at most 128 tokens."""
-    block_size = 16
+def cache_block_size(asked: int | None, length: int, ranks: int) -> int:
+    """Tokens of a cache block: as asked, else the power of two that gives each rank two blocks, from 16 to 128.
+
+    Raises:
+        ArgumentError: a block of more tokens than there are, to which prefill would pad them.
+    """
+    if asked is not None:
+        if asked > max(length, SMALLEST_DEFAULT_BLOCK):
+            raise ArgumentError("--block-size", asked, f"at most the {length} tokens that there are")
+        return asked
+    block_size = SMALLEST_DEFAULT_BLOCK
     while block_size < 128 and 2 * ranks * 2 * block_size <= length:
         block_size *= 2
     return block_size

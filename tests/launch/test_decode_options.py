@@ -127,6 +127,7 @@ def test_float8_cache(tmp_path: Path) -> None:
         (2, ["--steps", "120", "--prompt", "The Cat looked at the clock in the hall"], "context of 128 in all"),
         (2, ["--prompt", ""], "at least one token"),
         (2, ["--prompt", "a", "--batch", "2"], "the number of prompts"),
+        (2, ["--block-size", "129"], "at most the 128 tokens"),
         (2, ["--seq-len", "8"], "--synthetic beside it"),
         (2, ["--synthetic", "llama3-8b", "--prompt", "a"], "none with --synthetic"),
         (2, ["--report", "no-such-folder/out.json"], "a folder that exists"),
