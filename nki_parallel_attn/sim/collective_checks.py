@@ -101,12 +101,16 @@ def scaled(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
 
 
+def channels(call: Call, group: ReplicaGroup) -> int:
+    """How many channels a ring of the group has."""
+    return 4 if group.group_size >= call.core.target.ranks_per_node(call.core.rank.lnc) else 2
+
+
 def tensors_by_channel(
     call: Call, argument: str, lists: list[list[NkiTensor]], channel_ids: list[int], replica_group: ReplicaGroup
 ) -> list[NkiTensor]:
     group = group_of_call(call, replica_group)
-    nodes = call.core.target.ranks_per_node(call.core.rank.lnc)
-    limit = 4 if group.group_size >= nodes else 2
+    limit = channels(call, group)
     if list(channel_ids) != list(range(len(channel_ids))) or len(lists) != len(channel_ids) or len(lists) > limit:
         call.fail(
             "collective-channels",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .collective_checks import (
+    channels,
     check_membership,
     check_shape,
     check_single,
@@ -37,6 +38,8 @@ def collective_permute(
     check_single(call, srcs, dsts)
     check_tensors(call, srcs, dsts, hbm_only=True)
     check_shape(call, dsts[0], srcs[0].shape)
+    if any(len(pair) != 2 for pair in source_target_pairs):
+        call.fail("collective-permute-pattern", f"{source_target_pairs} are not (source, target) pairs")
     pairs = [(source, target) for source, target in source_target_pairs]
     senders, receivers = [s for s, _ in pairs], [t for _, t in pairs]
     call.require(
@@ -112,8 +115,13 @@ def collective_permute_implicit_reduce(
 
 
 @instruction(engine=engine.sync)
-def _processing_rank(call: Call, iteration_id: int, replica_group: ReplicaGroup, register: VirtualRegister) -> None:
-    group = group_of_call(call, replica_group).group_of(call.core.rank.index)
+def _processing_rank(
+    call: Call, iteration_id: int, replica_group: ReplicaGroup, channel_id: int, register: VirtualRegister
+) -> None:
+    limit = channels(call, group_of_call(call, replica_group))
+    if not 0 <= channel_id < limit:
+        call.fail("collective-channels", f"channel_id is {channel_id}, the group has channels 0 to {limit - 1}")
+    group = replica_group.group_of(call.core.rank.index)
     register.write(group[(group.index(call.core.rank.index) - iteration_id) % len(group)])
 
 
@@ -122,5 +130,5 @@ def collective_permute_implicit_current_processing_rank_id(
 ) -> VirtualRegister:
     """Register with the rank whose data this rank handles in a ring step: its own at 0, then its predecessors'."""
     register = VirtualRegister()
-    _processing_rank(iteration_id, replica_group, register)
+    _processing_rank(iteration_id, replica_group, channel_id, register)
     return register

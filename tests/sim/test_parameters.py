@@ -95,6 +95,12 @@ WRONG = {
     "list for a tensor": ("tensor-operand", lambda: nisa.tensor_copy(tile((4, 8)), [tile((4, 8))])),
     "one list per call for one per channel": (
         "tensor-operand", lambda: ncc.collective_permute_implicit([hbm(4, 8)], [hbm(4, 8)], group())),
+    "three ranks for a pair": (
+        "collective-permute-pattern", lambda: ncc.collective_permute([hbm(4, 8)], [hbm(4, 8)], [(0, 0, 0)])),
+    "channel that a ring does not have": (
+        "collective-channels",
+        lambda: ncc.collective_permute_implicit_current_processing_rank_id(0, group(), channel_id=4),
+    ),
     "list for a ReplicaGroup": (
         None, lambda: ncc.all_gather([hbm(4, 8)], [hbm(4, 8)], [[0]], collective_dim=0)),
     "ap of two lists": ("access-bounds", lambda: tile((16, 32)).ap([32, 16], [1, 32])),
@@ -108,6 +114,7 @@ WRONG = {
     "mean over the partitions": ("reduce-axis", lambda: nl.mean(tile((4, 8)), axis=0)),
     "var over an axis beyond": ("reduce-axis", lambda: nl.var(tile((4, 8)), axis=2)),
     "where with a string": ("scalar-operand", lambda: nl.where(tile((4, 8)), "x", 1.0)),
+    "division by a list": ("scalar-operand", lambda: nl.divide(tile((4, 8)), [2.0])),
     "memset beyond the dtype": ("memset-value", lambda: nisa.memset(tile((4, 8), nl.uint8), 256)),
     "memset below the dtype": ("memset-value", lambda: nisa.memset(tile((4, 8), nl.uint32), -1)),
 }  # fmt: skip

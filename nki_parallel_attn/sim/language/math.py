@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core import current_core, fail
@@ -81,6 +82,7 @@ def binary(operator: Operator, x: Any, y: Any, dtype: Any = None) -> Tile:
     reverse = first is y
     number = x if reverse else y
     if operator.kind == "language":
+        _require_number(number, "y" if not reverse else "x")
         function = operator.compute
         composite(
             dst=result, inputs=[first], function=lambda v: function(number, v) if reverse else function(v, number)
@@ -93,6 +95,11 @@ def binary(operator: Operator, x: Any, y: Any, dtype: Any = None) -> Tile:
 def _require_tile(operator: Operator, *operands: Any) -> None:
     if not any(isinstance(value, NkiTensor) for value in operands):
         fail("operator", f"{operator!r} takes {operator.inputs} operand(s), at least one of them a tile")
+
+
+def _require_number(value: Any, name: str) -> None:
+    if not isinstance(value, (NkiTensor, int, float, np.integer, np.floating)):
+        fail("scalar-operand", f"{name} is {value!r}, expected a number or a tile")
 
 
 def _together(x: Tile, y: Tile) -> tuple[Tile, Tile]:
@@ -210,9 +217,8 @@ def rms_norm(
 def where(condition: Tile, x: Any, y: Any, dtype: Any = None) -> Tile:
     """Elements of x where condition is not 0, else of y."""
     require_tensor(condition, "condition")
-    for name, value in (("x", x), ("y", y)):
-        if not isinstance(value, (NkiTensor, int, float)):
-            fail("scalar-operand", f"{name} is {value!r}, expected a number or a tile")
+    _require_number(x, "x")
+    _require_number(y, "y")
     tiles = [value for value in (x, y) if isinstance(value, NkiTensor)]
     result = ndarray(condition.shape, dtype or (tiles[0] if tiles else condition).dtype)
 
@@ -230,6 +236,7 @@ def where(condition: Tile, x: Any, y: Any, dtype: Any = None) -> Tile:
 def dropout(x: Tile, rate: float | Tile, dtype: Any = None) -> Tile:
     """Elements of x, each replaced by 0 with probability `rate`, a number or a [P, 1] tile."""
     require_tensor(x, "x")
+    _require_number(rate, "rate")
     result = ndarray(x.shape, dtype or x.dtype)
     generator = current_core().generator
 
