@@ -19,7 +19,8 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -29,6 +30,8 @@ from nki_parallel_attn.errors import ArgumentError, PeerError, RankMismatchError
 
 MAX_DIGEST_BYTES = 1022
 TRANSPORT_VARIABLE = "NKI_PARALLEL_ATTN_TRANSPORT"
+HANG_UP_TAG = 2**31 - 1
+"""Of messages that nobody sends."""
 
 
 class Round(ABC):
@@ -108,6 +111,7 @@ class Exchange(ABC):
 
         Over torch.distributed peers wait for this rank until it ends or their timeout is over: nothing ends a wait of
         gloo, neither the backend's abort() nor its shutdown() on this side, and a wait with a timeout breaks the group.
+        A group that has lost a rank is broken, so then that is what the others do.
         """
         if self._in_round:
             raise RuntimeError("a round of this exchange is already open")
@@ -227,12 +231,29 @@ class DistributedExchange(Exchange):
         if not senders and not receivers:
             return
         group = self.group
-        work = [dist.irecv(_bytes(incoming[peer]), group=group, group_src=peer) for peer in senders]
-        work += [dist.isend(_bytes(outgoing[peer]), group=group, group_dst=peer) for peer in receivers]
-        # Each handle once: a second wait() on a gloo handle blocks until the timeout.
-        for handle in work:
-            if handle is not None:
-                handle.wait()
+        try:
+            work = [dist.irecv(_bytes(incoming[peer]), group=group, group_src=peer) for peer in senders]
+            work += [dist.isend(_bytes(outgoing[peer]), group=group, group_dst=peer) for peer in receivers]
+            # Each handle once: a second wait() on a gloo handle blocks until the timeout.
+            for handle in work:
+                if handle is not None:
+                    handle.wait()
+        except RuntimeError:
+            self._hang_up(peers)
+            raise
+
+    def _hang_up(self, peers: list[int]) -> None:
+        """Close this rank's connections, so that a peer that waits for it raises too, and not after its timeout only.
+
+        The group has lost a rank, so there is nothing left to break. gloo closes them all when one wait times out.
+        """
+        if self.transport != "gloo":
+            return
+        for peer in peers:
+            with suppress(RuntimeError):  # the timeout, or the rank that is lost
+                handle = dist.irecv(torch.empty(1), group=self.group, group_src=peer, tag=HANG_UP_TAG)
+                if handle is not None:
+                    handle.wait(timedelta(milliseconds=1))
 
     def _open_round(self) -> Round:
         return _DistributedRound(self)

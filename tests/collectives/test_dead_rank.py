@@ -35,6 +35,16 @@ def die_in_a_round(exchange: Exchange) -> None:
         opened.all_to_all(opened.outbox((1 << 16,), torch.float32))
 
 
+def die_while_one_waits_for_another(exchange: Exchange) -> None:
+    """Rank 0 waits for rank 2, which is late and finds the victim dead before it has sent rank 0 anything."""
+    with exchange.round() as opened:
+        opened.all_gather(torch.zeros(1))
+        time.sleep([0, 0.3, 0.8][exchange.rank])
+        if exchange.rank == VICTIM:
+            die()
+        opened.all_to_all(opened.outbox((1 << 16,), torch.float32))
+
+
 def die_before_a_digest(exchange: Exchange) -> None:
     exchange.barrier()
     if exchange.rank == VICTIM:
@@ -79,8 +89,9 @@ def test_shared_memory_peers_raise_and_nothing_is_left(tmp_path, scenario):
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "nki" in name]
 
 
-def test_gloo_peers_raise(tmp_path):
-    for message, seconds in survivors_of(die_in_a_round, "gloo", tmp_path):
+@pytest.mark.parametrize("scenario", [die_in_a_round, die_while_one_waits_for_another])
+def test_gloo_peers_raise(tmp_path, scenario):
+    for message, seconds in survivors_of(scenario, "gloo", tmp_path):
         assert "a peer has died" in message
         assert seconds < SOON
 
