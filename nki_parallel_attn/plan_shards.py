@@ -77,7 +77,8 @@ def _to_blocks(local: Tensor, block_size: int) -> Tensor:
     """[(B,) heads, slots, d] to [(B *) blocks, heads, block_size, d]."""
     *lead, heads, slots, head_dim = local.shape
     blocked = local.reshape(*lead, heads, slots // block_size, block_size, head_dim).transpose(-4, -3)
-    return blocked.reshape(-1, heads, block_size, head_dim)
+    # Contiguous, as the operations ask of a cache: where sizes allow it, reshape leaves the transposed view.
+    return blocked.reshape(-1, heads, block_size, head_dim).contiguous()
 
 
 def _to_flat(cache: Tensor, lead: torch.Size) -> Tensor:

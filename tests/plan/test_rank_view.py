@@ -47,6 +47,7 @@ def test_shards_are_the_ranks_heads_at_their_slots_and_come_together_again(plan,
     kv = torch.arange(batch * plan.shape.kv_heads * length * 2.0).reshape(batch, plan.shape.kv_heads, length, 2)
     paged = data.draw(st.booleans())
     shards = [plan.rank(rank).shard_kv(kv, paged=paged) for rank in range(plan.tp)]
+    assert all(shard.is_contiguous() for shard in shards)
     assert torch.equal(plan.unshard_kv(shards, length, batch, paged=paged), kv)
     assert torch.equal(plan.unshard_kv(shards * plan.replicas, length, batch, paged=paged), kv)
 
