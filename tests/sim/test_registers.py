@@ -60,3 +60,9 @@ def test_registers_hold_32_bit_integers_or_float32_and_convert_neither(break_it)
     with pytest.raises(NkiValidationError) as caught:
         simulate(lambda: break_it(nl.zeros((1, 1), nl.float32)))()
     assert caught.value.rule == "register"
+
+
+@pytest.mark.parametrize("compare", [lambda r: r == 0, lambda r: r != 0, lambda r: r in (0, 1)])
+def test_a_branch_on_the_value_of_a_register_is_refused(compare):
+    with pytest.raises(TypeError, match="has no value while the kernel is built"):
+        simulate(lambda: compare(nisa.register_alloc(0)))()
