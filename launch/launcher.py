@@ -25,7 +25,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, script: str, description: str, epilog: str) -> None:
         super().__init__(
-            prog=f"torchrun --nproc-per-node N launch/{script}", description=description, epilog=epilog, add_help=False
+            usage=f"[torchrun --nproc-per-node N | python] launch/{script} [options]",
+            description=description,
+            epilog=epilog,
+            add_help=False,
         )
         self.script = script
         self.add_argument("-h", "--help", action="store_true", help="show this text")

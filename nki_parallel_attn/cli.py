@@ -38,8 +38,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     shape = parser.add_argument_group("model")
     shape.add_argument("--q-heads", type=int, required=True)
     shape.add_argument("--kv-heads", type=int, required=True)
-    shape.add_argument("--head-dim", type=int, default=128)
-    shape.add_argument("--layers", type=int, default=1)
+    shape.add_argument("--head-dim", type=int, default=128, help="(default: 128)")
+    shape.add_argument("--layers", type=int, default=1, help="(default: 1)")
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--world-size", type=int, required=True)
     ranks.add_argument("--tp", type=int, help="ranks of one model copy (default: the world)")
@@ -47,8 +47,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     ranks.add_argument("--kvdp", type=int, default=1, help="ranks that share KV by batch for decoding")
     ranks.add_argument("--cp", type=int, default=1, help="ranks that share KV by sequence for decoding")
     ranks.add_argument("--rank-order", choices=RANK_ORDERS, default="consecutive")
-    ranks.add_argument("--lnc", type=int, choices=LNC_VALUES, default=2)
-    ranks.add_argument("--target", choices=TARGETS, default="trn2")
+    ranks.add_argument("--lnc", type=int, choices=LNC_VALUES, default=2, help="physical cores of a rank (default: 2)")
+    ranks.add_argument("--target", choices=TARGETS, default="trn2", help="(default: trn2)")
     cache = parser.add_argument_group("cache")
     cache.add_argument(
         "--kv-layout",
@@ -57,8 +57,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="LAYOUT",
         help="round_robin (default), contiguous or interleaved:TOKENS",
     )
-    cache.add_argument("--block-size", type=int, default=128)
-    cache.add_argument("--seg-size", type=int)
+    cache.add_argument("--block-size", type=int, default=128, help="tokens of a cache block (default: 128)")
+    cache.add_argument("--seg-size", type=int, help="tokens of a prefill segment (default: kvp x block size)")
     cache.add_argument("--max-seq-len", type=int, help="tokens of one sequence; adds tokens, blocks and bytes")
     cache.add_argument("--batch", type=int, help="sequences (default: kvdp, the fewest)")
     cache.add_argument("--dtype", default="bfloat16", help="of the cache (default: bfloat16)")
