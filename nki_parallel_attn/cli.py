@@ -140,7 +140,7 @@ def _simulator_as_nki() -> Iterator[None]:
 
 def _run_profile(arguments: argparse.Namespace) -> int:
     from nki_parallel_attn.sim import profile
-    from nki_parallel_attn.sim.kernel_spec import load_kernel, parse_arguments
+    from nki_parallel_attn.sim.kernel_spec import check_call, load_kernel, parse_arguments
 
     whole_world = arguments.world_size is not None and arguments.representative is None
     with _simulator_as_nki():
@@ -148,8 +148,9 @@ def _run_profile(arguments: argparse.Namespace) -> int:
             positional, named = parse_arguments(arguments.arguments)
             if whole_world and positional and named:
                 raise ValueError("with --world-size, pass all arguments in order or all by name")
+            kernel = load_kernel(arguments.kernel)
             profiled = profile(
-                load_kernel(arguments.kernel),
+                kernel,
                 world_size=arguments.world_size,
                 lnc=arguments.lnc,
                 target=arguments.target,
@@ -157,6 +158,7 @@ def _run_profile(arguments: argparse.Namespace) -> int:
                 trace=arguments.trace is not None,
                 unknown_value=arguments.unknown_value,
             )
+            check_call(kernel, positional, named)
         except ValueError as error:
             print(f"nki-parallel-attn profile: {error}", file=sys.stderr)
             return 2

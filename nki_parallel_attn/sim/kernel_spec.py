@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .arguments import ShapeOnly
@@ -47,6 +48,19 @@ def load_kernel(text: str) -> Kernel | Callable[..., Any]:
     if not callable(kernel):
         raise ValueError(f"{where} has no kernel {name!r}")
     return kernel  # type: ignore[no-any-return]
+
+
+def check_call(kernel: Kernel | Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Check that the kernel takes these arguments.
+
+    Raises:
+        ValueError: an argument is missing, or there is one too many; names the kernel's parameters.
+    """
+    signature = inspect.signature(kernel.function if isinstance(kernel, Kernel) else kernel)
+    try:
+        signature.bind(*positional, **named)
+    except TypeError as error:
+        raise ValueError(f"--shape does not fit the kernel's parameters {signature}: {error}") from error
 
 
 def parse_argument(text: str) -> Any:

@@ -70,6 +70,7 @@ def test_worlds(kernel_file, capsys):
         ([MATMUL + "s"], "no kernel 'tiled_matmuls'"),
         ([MATMUL, "--shape", "float31[2,2]"], "float31"),
         ([MATMUL, "--shape", "2x2"], "neither DTYPE"),
+        ([MATMUL, "--shape", "float32[2,2]"], "--shape does not fit the kernel's parameters ("),
         ([MATMUL, "--representative", "1"], "expected a rank of world_size"),
         ([MATMUL, "--shape", "float32[2]", "rhs=1", "--world-size", "2"], "in order or all by name"),
     ],
