@@ -50,7 +50,12 @@ def make_parser() -> argparse.ArgumentParser:
     decoding.add_argument(
         "--block-size", type=positive, metavar="N", help="tokens of a cache block (default 16 to 128)"
     )
-    decoding.add_argument("--backend", choices=("auto", "torch", "sim", "neuron"), default="auto")
+    decoding.add_argument(
+        "--backend",
+        choices=("auto", "torch", "sim", "neuron"),
+        default="auto",
+        help="torch; the others have no decode kernel yet",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the result as JSON")
     return parser
 
@@ -68,6 +73,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ArgumentError("--prompt", "a text", "none with --synthetic, which reads random tokens")
     if options.batch and options.prompt and options.batch != len(options.prompt):
         raise ArgumentError("--batch", options.batch, f"{len(options.prompt)}, the number of prompts, or left out")
+    if options.backend in ("sim", "neuron"):
+        reason = "attention_block_tkg has no NKI kernel yet"
+        raise ArgumentError("--backend", options.backend, "torch, or left out", reason)
     check_report(options.report)
     return options
 

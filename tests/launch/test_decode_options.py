@@ -121,6 +121,7 @@ def test_float8_cache(tmp_path: Path) -> None:
     ("ranks", "arguments", "message"),
     [
         (2, ["--strategy", "dp"], "invalid choice"),
+        (2, ["--backend", "sim"], "--backend: got sim, expected torch"),
         (2, ["--strategy", "kvdp", "--batch", "3"], "kvdp divides batch"),
         (2, ["--strategy", "kvdp+cp"], "an even number of ranks, at least 4"),
         (2, ["--steps", "128"], "at most the model's context of 128 in all"),
