@@ -49,8 +49,8 @@ def output_projection_cte(
             MX      float8_e4m3fn in blocks of 32 along N*D, as nki.isa.quantize_mx does; needs target="trn3".
         input_scales: STATIC: [128, 1] float32, one repeated value of at least 2^-126. Else None.
         weight_scales: STATIC: [128, 1] float32, one repeated value, whose product with input_scales is 0 or a normal
-            float32. ROW: [1, H] float32, or [128, H] of equal rows. MX:
-            [N*D/32, H] uint8 or float8_e8m0fnu. NONE: None.
+            float32. ROW: [1, H] float32, or [128, H] of equal rows. MX: [N*D/32, H] uint8 or float8_e8m0fnu. NONE:
+            None.
         output_dtype: bfloat16, float16, float32, or attention's; None for attention's, for MX bfloat16.
         dtype_mode: STATIC and ROW: float8 ends at 240 (NON_OCP) or at 448 (OCP, trn3 only); AUTO follows `target`.
         compact_weight_scales: MX: weight_scales is [N*D/128, H/128], one for each 128 x 128 weights.
