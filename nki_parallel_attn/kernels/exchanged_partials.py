@@ -68,6 +68,9 @@ class ExchangedPartials(nl.NKIObject):  # type: ignore[misc]
         if self.mine:
             shape = (call.rows, call.group_size, self.width(len(self.mine)))
             self.parts = nl.ndarray(shape, dtype=call.q.dtype, buffer=nl.sbuf)
+            used, padded = len(self.mine) * call.own_heads * call.dim, self.outputs(len(self.mine))
+            if used < padded:
+                nisa.memset(dst=self.parts[:, :, used:padded], value=0.0, engine=nisa.engine.gpsimd)
             outs, lses = self.values_of(self.parts), self.lses_of(self.parts)
             self.normalisation.finish(outs, lses, call.v_scale, call.urgent)
             self.normalisation = None

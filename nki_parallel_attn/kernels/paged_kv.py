@@ -207,24 +207,27 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
             gather_rows(dst[:, t, :], rows, index[:, t : t + 1])
 
     def read_packed_keys(self, k: Any, finite: Any, head: int, first: int, tiles: int) -> None:
-        """Rows of the packed K are pairs of slots, [D, 2]; the second of a pair may hold nothing visible."""
+        """Rows of the packed K are pairs of slots, [D, 2]; either of a pair may hold nothing visible."""
         size, dim = self.layout.tile, self.head_dim
         rows = self.k_cache.flatten_dims(0, 2).flatten_dims(1, 2)
         pairs = size // 2
         index = self.row_index(head, first, tiles, 2)
-        seen = self.visible(self.slot_numbers(head, first, tiles, 2)[:, 2, :])
+        numbers = self.slot_numbers(head, first, tiles, 2)
+        # One byte of each 16 bits: the second slots' bytes are the high ones.
+        keep = nl.ndarray((pairs, tiles), dtype=nl.int32, buffer=nl.sbuf)
+        second = nl.ndarray((pairs, tiles), dtype=nl.int32, buffer=nl.sbuf)
+        gpsimd(keep, self.visible(numbers[:, 1, :]), filled(0x00FF, pairs, tiles), nl.multiply)
+        gpsimd(second, self.visible(numbers[:, 2, :]), filled(0xFF00, pairs, tiles), nl.multiply)
+        gpsimd(keep, keep, second, nl.add)
+        kept = nl.ndarray((pairs, tiles), dtype=nl.uint16, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=kept, src=keep)
         flags = nl.ndarray((pairs, tiles, 2), dtype=nl.float32, buffer=nl.sbuf)
         for t in range(tiles):
             stored = nl.ndarray((pairs, dim * 2), dtype=rows.dtype, buffer=nl.sbuf)
             nisa.memset(dst=stored, value=0.0, engine=nisa.engine.gpsimd)
             gather_rows(stored, rows, index[:, t : t + 1])
-            # The second slots' bytes are the high ones: 0xFFFF keeps both, 0x00FF the first alone.
-            keep = nl.ndarray((pairs, 1), dtype=nl.uint16, buffer=nl.sbuf)
-            nisa.tensor_scalar(
-                dst=keep, data=seen[:, t : t + 1], op0=nl.multiply, operand0=65280.0, op1=nl.add, operand1=255.0
-            )
             halves = stored.view(nl.uint16)
-            nisa.tensor_tensor(dst=halves, data1=halves, data2=keep.broadcast(1, dim), op=nl.bitwise_and)
+            nisa.tensor_tensor(dst=halves, data1=halves, data2=kept[:, t : t + 1].broadcast(1, dim), op=nl.bitwise_and)
             parted = nl.ndarray((pairs, 2, dim), dtype=self.dtype, buffer=nl.sbuf)
             nisa.tensor_copy(dst=parted, src=stored.reshape((pairs, dim, 2)).permute((0, 2, 1)))
             zero_broken(parted, flags[:, t, :])
@@ -260,12 +263,14 @@ class PagedKV(nl.NKIObject):  # type: ignore[misc]
     # Addresses. int32 on GpSimd, where it is exact: a cache may have more rows than float32 counts.
 
     def row_index(self, head: int, first: int, tiles: int, step: int) -> Any:
-        """int32 [size/step, tiles]: row of the flattened cache for every `step`-th slot, negative to leave it out."""
+        """int32 [size/step, tiles]: row of the flattened cache for every `step` slots, negative to leave them out."""
         size, per_block = self.layout.tile // step, self.layout.block_size // step
         index = self.block_entries(first, tiles, step)
         numbers = self.slot_numbers(head, first, tiles, step)
         rows_of_block, minus_one = filled(self.kv_heads * per_block, size, tiles), filled(-1, size, tiles)
         seen = self.visible(numbers[:, 1, :])
+        if step > 1:
+            gpsimd(seen, seen, self.visible(numbers[:, 2, :]), nl.maximum)
         gpsimd(index, index, rows_of_block, nl.multiply)
         gpsimd(index, index, numbers[:, 0, :], nl.add)
         gpsimd(index, index, seen, nl.multiply)

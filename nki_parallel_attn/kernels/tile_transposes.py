@@ -61,14 +61,13 @@ class Transposer(nl.NKIObject):  # type: ignore[misc]
         rows, columns = tiles[0].shape
         for i in range(len(tiles)):
             nisa.nc_transpose(dst=self.psum[:columns, self.part, i * rows : (i + 1) * rows], data=tiles[i])
-        self.copy_out(dst, self.psum[:columns, self.part, : len(tiles) * rows])
-        self.part = (self.part + 1) % PARTS
-
-    def copy_out(self, dst: Any, src: Any) -> None:
-        """Copy out of PSUM bit for bit; pairs of 16-bit elements as one 32-bit element, which halves the time."""
-        if self.itemsize == 2 and src.shape[1] % 2 == 0:
+        src = self.psum[:columns, self.part, : len(tiles) * rows]
+        # Bit for bit; pairs of 16-bit elements as one 32-bit element, which halves the time. An odd number of rows can
+        # have `dst` begin in the middle of a pair.
+        if self.itemsize == 2 and rows % 2 == 0:
             src, dst = src.view(nl.float32), dst.view(nl.float32)
         nisa.tensor_copy(dst=dst, src=src, engine=self.engines.least_loaded(src.shape[1]))
+        self.part = (self.part + 1) % PARTS
 
 
 def nl_itemsize(dtype: Any) -> int:

@@ -30,3 +30,17 @@ def test_fp8_without_scales(packed):
     case = Case(ranks=2, rows=128, block_size=32, head_dim=128, dtype=torch.bfloat16, heads=2)
     outs = run([Quantised(case, None, None).arguments(rank, packed) for rank in range(2)])
     assert deviation(case, outs) <= attention_tolerance(case.dtype, case.v, case.head_dim)
+
+
+@pytest.mark.parametrize("window", [2, 24])
+def test_packed_pair_whose_first_slot_no_query_sees(window):
+    """The window's left edge is within a pair: its second slot counts, its first may hold anything."""
+    prior = 120
+    case = Case(ranks=2, rows=48, block_size=24, prior=prior, head_dim=32, window=window, heads=2)
+    arguments = [Quantised(case, None, None).arguments(rank, True) for rank in range(2)]
+    shards, before = case.shards(), torch.arange(prior - window + 1)
+    for rank, given in enumerate(arguments):
+        slots = shards.slot(before[shards.owner(before) == rank])
+        blocks, places = given["block_tables"][0, slots // 24].long(), slots % 24
+        given["k_cache"].view(torch.uint8)[blocks, :, places // 2, :, places % 2] = 0x7F
+    assert deviation(case, run(arguments, lnc=2)) <= attention_tolerance(case.dtype, case.v, case.head_dim)

@@ -30,6 +30,9 @@ CASES = {
     "head_dim 128": case(ranks=2, head_dim=128, prior=64),
     "head_dim 32": case(ranks=2, head_dim=32),
     "head_dim 33": case(ranks=2, head_dim=33, dtype=FP32),
+    "odd in all: 3 ranks, head_dim 17, blocks of 65": case(
+        ranks=3, heads=3, head_dim=17, block_size=65, rows=65, prior=900
+    ),
     "float32": case(ranks=2, dtype=FP32, prior=11),
     "float16": case(ranks=2, dtype=FP16, kv_heads=2, prior=21),
     "blocks of 128": case(ranks=2, block_size=128, rows=512),
