@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nki_parallel_attn.errors import PlanError
+from nki_parallel_attn.errors import ArgumentTypeError, PlanError
 from nki_parallel_attn.topology.kv_layout import BoundLayout, ContiguousShards
 
 if TYPE_CHECKING:
@@ -18,8 +18,11 @@ def check_same_model(one: ShardingPlan, other: ShardingPlan) -> None:
     """Return when both plans deal the heads of one model over the ranks of the same copies.
 
     Raises:
+        ArgumentTypeError: the other is no plan.
         PlanError: shape, world_size or tp differs.
     """
+    if not isinstance(other, type(one)):
+        raise ArgumentTypeError("the other plan", type(other).__name__, "a ShardingPlan")
     for name in ("shape", "world_size", "tp"):
         _require(f"both plans have the same {name}", name, getattr(one, name), getattr(other, name))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nki_parallel_attn.backends.process_groups import process_group_for
-from nki_parallel_attn.errors import ArgumentError, PlanError
+from nki_parallel_attn.errors import ArgumentError, ArgumentTypeError, PlanError
 from nki_parallel_attn.kernels.collectives_torch import DistributedExchange
 from nki_parallel_attn.ops.rank_agreement import agree
 from nki_parallel_attn.plan_cache_pair import check_same_model
@@ -165,6 +165,8 @@ def _slots(
 
 
 def _check_lengths(plan: ShardingPlan, source: ShardingPlan, lengths: Sequence[int]) -> list[int]:
+    if not isinstance(lengths, Sequence):
+        raise ArgumentTypeError("lengths", type(lengths).__name__, "a list of the tokens of each sequence")
     for each in (plan, source):
         each.batch_per_rank(len(lengths))
         for length in lengths:
@@ -176,10 +178,15 @@ def _check_caches(
     view: RankView, caches: Sequence[Tensor], lengths: Sequence[int], block_table: Tensor | None
 ) -> Tensor:
     """The table of physical blocks [B/kvdp, max_blocks] int64, after a check of every cache."""
+    if not isinstance(caches, Sequence):
+        raise ArgumentTypeError("caches", type(caches).__name__, "a list of tensors")
     if not caches:
         raise ArgumentError("caches", "no tensor", "K and V caches of the source plan")
     for index, cache in enumerate(caches):
         name = f"caches[{index}]"
+        if not isinstance(cache, Tensor) or cache.layout != torch.strided:
+            got = cache.layout if isinstance(cache, Tensor) else type(cache).__name__
+            raise ArgumentTypeError(name, got, "a dense tensor")
         if cache.ndim != 4 or tuple(cache.shape) != view.cache_shape(len(cache)):
             raise ArgumentError(name, tuple(cache.shape), f"{view.cache_shape(len(cache))}, blocks of the source plan")
         if len(cache) != len(caches[0]) or cache.device != caches[0].device:
@@ -192,6 +199,9 @@ def _check_caches(
             expected = f"{len(held)} sequences' blocks in order, at least {max(needed)} of each"
             raise ArgumentError("caches", f"{len(caches[0])} blocks", expected)
         return torch.arange(len(caches[0])).view(len(held), -1)
+    if not isinstance(block_table, Tensor) or block_table.device.type == "meta":
+            got = str(cache.layout) if isinstance(cache, Tensor) else type(cache).__name__
+        raise ArgumentTypeError("block_table", got, "a tensor of block numbers")
     check_block_table(block_table, len(caches[0]), argument="block_table")
     if block_table.ndim != 2 or len(block_table) != len(held) or block_table.shape[1] < max(needed):
         expected = f"[{len(held)}, at least {max(needed)}]"

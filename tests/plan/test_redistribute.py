@@ -213,6 +213,28 @@ def test_refused_on_every_rank(fault: str) -> None:
     run_ranks(wrong_on_one_rank, 4, args=(fault,))
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("caches", torch.zeros(2, 4, 2, 4, 8)),
+        ("caches", [None, None]),
+        ("caches", [torch.zeros(4, 2, 4, 8).to_sparse()] * 2),
+        ("lengths", None),
+        ("lengths", 3),
+        ("lengths", ["3"]),
+        ("block_table", [[0, 1]]),
+        ("block_table", torch.zeros(1, 4, dtype=torch.int32, device="meta")),
+        ("source", None),
+    ],
+)
+def test_what_is_of_another_kind(argument: str, value: object) -> None:
+    plan = ShardingPlan(AttentionShape(4, 2, 8), world_size=1, block_size=4, max_seq_len=16)
+    given: dict[str, Any] = {"source": plan, "caches": [torch.zeros(4, 2, 4, 8)] * 2, "lengths": [3]}
+    plan.redistribute(**given)
+    with pytest.raises(ArgumentError, match={"source": "the other plan", "lengths": "length"}.get(argument, argument)):
+        plan.redistribute(**(given | {argument: value}))
+
+
 def test_a_dead_rank_stops_the_others() -> None:
     with pytest.raises(RankFailedError, match="rank 1"):
         run_ranks(wrong_on_one_rank, 4, args=("killed",), timeout=60)
