@@ -185,7 +185,7 @@ def _check_caches(
     for index, cache in enumerate(caches):
         name = f"caches[{index}]"
         if not isinstance(cache, Tensor) or cache.layout != torch.strided:
-            got = cache.layout if isinstance(cache, Tensor) else type(cache).__name__
+            got = str(cache.layout) if isinstance(cache, Tensor) else type(cache).__name__
             raise ArgumentTypeError(name, got, "a dense tensor")
         if cache.ndim != 4 or tuple(cache.shape) != view.cache_shape(len(cache)):
             raise ArgumentError(name, tuple(cache.shape), f"{view.cache_shape(len(cache))}, blocks of the source plan")
@@ -200,7 +200,7 @@ def _check_caches(
             raise ArgumentError("caches", f"{len(caches[0])} blocks", expected)
         return torch.arange(len(caches[0])).view(len(held), -1)
     if not isinstance(block_table, Tensor) or block_table.device.type == "meta":
-            got = str(cache.layout) if isinstance(cache, Tensor) else type(cache).__name__
+        got = "a tensor on meta" if isinstance(block_table, Tensor) else type(block_table).__name__
         raise ArgumentTypeError("block_table", got, "a tensor of block numbers")
     check_block_table(block_table, len(caches[0]), argument="block_table")
     if block_table.ndim != 2 or len(block_table) != len(held) or block_table.shape[1] < max(needed):
