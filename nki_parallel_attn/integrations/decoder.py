@@ -120,6 +120,8 @@ class Decoder(nn.Module):
 
     def check_tokens(self, token_ids: Tensor) -> None:
         """Raise ArgumentError unless `token_ids` is a non-empty int64 [S] of ids in [0, vocab_size)."""
+        if not isinstance(token_ids, Tensor):
+            raise ArgumentError("token_ids", type(token_ids).__name__, "a non-empty int64 tensor [S]")
         if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype != torch.int64:
             got = f"{token_ids.dtype} {list(token_ids.shape)}"
             raise ArgumentError("token_ids", got, "a non-empty int64 tensor [S]")

@@ -68,7 +68,12 @@ def prefill_batch(
     Returns:
         The caches, each sequence's `plan.blocks_per_sequence()` blocks in order, and the hidden states [B, hidden] of
         the prompts' last tokens.
+
+    Raises:
+        ArgumentError: no prompt, or what KVParallelPrefill refuses.
     """
+    if not prompts:
+        raise ArgumentError("prompts", "none", "token ids of at least one sequence")
     weight, width = decoder.embed_tokens.weight, plan.blocks_per_sequence()
     shape = plan.rank(rank).cache_shape(len(prompts) * width)
     caches = KVCaches.zeros(shape, decoder.config.layers, kv_dtype or weight.dtype, weight.device)

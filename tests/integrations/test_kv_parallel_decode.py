@@ -165,6 +165,10 @@ def refused_on_this_rank(fault: str) -> None:
     layers = 1 if fault == "a layer less" else 2
     caches = KVCaches.zeros(cache_shape, layers, torch.float32, torch.device("cpu"))
     run = KVParallelDecode(decoder, plan, rank, caches, lengths, groups=plan.process_groups())
+    if fault == "no prompt":
+        prefill_batch(decoder, ShardingPlan(shape, kvp=2, **common), rank, [])
+    if fault == "a list of tokens":
+        run.step([1, 2])  # type: ignore[arg-type]
     run.step(torch.tensor([1] if fault == "one token" else [1, 89] if fault == "vocabulary" else [1, 2]))
 
 
@@ -178,6 +182,8 @@ def refused_on_this_rank(fault: str) -> None:
         ("a layer less", "one for each of 2 layers"),
         ("one token", "one per sequence"),
         ("vocabulary", r"ids in \[0, 89\)"),
+        ("no prompt", "at least one sequence"),
+        ("a list of tokens", "got list, expected a non-empty int64 tensor"),
         ("full", "max_seq_len=12"),
     ],
 )
