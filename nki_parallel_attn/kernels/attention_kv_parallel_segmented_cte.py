@@ -22,7 +22,7 @@ from nki_parallel_attn.kernels.merge_partials import leave_empty
 from nki_parallel_attn.kernels.online_softmax import Pipeline, Unit
 from nki_parallel_attn.kernels.paged_kv import EXTRA_COLUMNS, PagedKV
 from nki_parallel_attn.kernels.tile_transposes import Transposer
-from nki_parallel_attn.kernels.visible_slots import SlotLayout, SlotMasks, largest_divisor
+from nki_parallel_attn.kernels.visible_slots import SlotLayout, SlotMasks, filled_slots, largest_divisor
 from nki_parallel_attn.nki import nisa, nki, nl
 
 # Bytes per partition of one exchange's gathered queries and of its accumulators.
@@ -79,13 +79,15 @@ def attention_kv_parallel_segmented_cte(
 
     Source: API reference page attention_kv_parallel_segmented_cte.
     """
-    known = not apc_mode and (kvp_group_size > 0 or group_size == 1)
     ranks = kvp_group_size if kvp_group_size > 0 else 1
     limit = block_tables.shape[1]
+    # Contiguous shards may end before what queries could see of them.
+    known = not apc_mode and (kvp_group_size > 0 or group_size == 1)
     if not apc_mode:
         # Rank 0's slots are the earliest.
-        last = global_q_offset + q.shape[1]
-        limit = min(limit, -(-last // (ranks * block_size)))
+        needed = -(-(global_q_offset + q.shape[1]) // (ranks * block_size))
+        known = known and (kvp_group_size > 0 or limit >= needed)
+        limit = min(limit, needed)
     layout = SlotLayout(ranks, block_size, limit, -1 if apc_mode else global_q_offset, known, sliding_window)
     call = Call(q, tp_out, replica_groups, group_size, seg_size, scale, layout)
     # All reads are issued in the order in which they are needed: they share the DMA engines.
@@ -122,7 +124,8 @@ def attention_kv_parallel_segmented_cte(
     for queries in call.queries[2:AHEAD]:
         queries.read()
         queries.gather()
-    masks = SlotMasks(layout, call.rows, offset_fp32[: call.rows, :])
+    filled = None if known else filled_slots(block_tables, layout, call.rows)
+    masks = SlotMasks(layout, call.rows, offset_fp32[: call.rows, :], filled)
     call.pipeline = Pipeline(call.rows, layout.tile, call.dim, q.dtype, call.score_scale, call.transposer, masks)
     call.attend()
     return call.out

@@ -16,6 +16,8 @@ from nki_parallel_attn.nki import nisa, nl
 
 # Counts kept in SBUF; the same ones come back for every head and along the diagonal.
 MAX_COUNTS = 512
+# Entries of the block table that are looked at together.
+TABLE_ENTRIES = 1024
 
 
 def slot_tile_size(block_size: int) -> int:
@@ -113,10 +115,16 @@ class SlotMasks(nl.NKIObject):  # type: ignore[misc]
     and how many are left of its window. These depend on the distance of the two tiles only.
     """
 
-    def __init__(self, layout: SlotLayout, rows: int, q_offset: Any) -> None:
-        """`q_offset`: float32 [rows, 1], position of Q token 0 minus rank*b, the same value in each partition."""
+    def __init__(self, layout: SlotLayout, rows: int, q_offset: Any, filled: Any) -> None:
+        """Both float32 [rows, 1], the same value in each partition.
+
+        Args:
+            q_offset: position of Q token 0 minus rank*b.
+            filled: slots up to the last block that is there, or None if those beyond are not visible.
+        """
         self.layout = layout
         self.rows = rows
+        self.filled = filled
         # Position of the key minus that of the query, at distance 0.
         steps = nl.ndarray((rows, layout.tile), dtype=nl.float32, buffer=nl.sbuf)
         b = layout.block_size
@@ -141,7 +149,20 @@ class SlotMasks(nl.NKIObject):  # type: ignore[misc]
         if layout.window:
             # The slots seen whole come after those left of the window.
             first = self.total([distance - layout.window for distance in distances], -whole)
-        return Bounds(first, self.total(distances, 0), -whole)
+        return Bounds(first, self.within(self.total(distances, 0), masked[0] * layout.tile), -whole)
+
+    def within(self, stop: Any, first: int) -> Any:
+        """`stop`, counted from slot `first` on, no further than the slots that are filled.
+
+        A slot of no block has a score of 0, which would be the maximum of a row whose own scores are low.
+        """
+        if self.filled is None:
+            return stop
+        bounded = nl.ndarray((self.rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=bounded, data=self.filled, op0=nl.subtract, operand0=float(first), op1=nl.minimum, operand1=stop
+        )
+        return bounded
 
     def total(self, distances: list[int], extra: int) -> Any:
         """float32 [rows, 1]: sum of the counts at these distances, and `extra`."""
@@ -173,3 +194,23 @@ class SlotMasks(nl.NKIObject):  # type: ignore[misc]
             self.counts.pop(self.order.pop(0))
         self.counts[key] = value
         self.order.append(key)
+
+
+def filled_slots(block_tables: Any, layout: SlotLayout, rows: int) -> Any:
+    """float32 [rows, 1]: slots up to the end of the last block that is not absent."""
+    filled = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=filled, value=0.0)
+    for start in range(0, layout.blocks, TABLE_ENTRIES):
+        count = min(TABLE_ENTRIES, layout.blocks - start)
+        entries = nl.ndarray((rows, count), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=entries, src=block_tables.ap([[0, rows], [1, count]], offset=start))
+        ends = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
+        b = layout.block_size
+        nisa.iota(dst=ends, pattern=[[b, count]], offset=(start + 1) * b, channel_multiplier=0)
+        present = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=present, data=entries, op0=nl.greater_equal, operand0=0.0)
+        nisa.tensor_tensor(dst=ends, data1=ends, data2=present, op=nl.multiply)
+        last = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=last, op=nl.maximum, data=ends, axis=1)
+        nisa.tensor_tensor(dst=filled, data1=filled, data2=last, op=nl.maximum)
+    return filled
