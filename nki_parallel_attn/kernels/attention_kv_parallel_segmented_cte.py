@@ -75,7 +75,7 @@ def attention_kv_parallel_segmented_cte(
     sees are skipped and those that all see are not masked where positions are known at compile time: round-robin
     without apc_mode, or one rank. Otherwise all tiles up to the end of the block table are computed and masked.
     A block that is absent (-1) though queries see its positions counts for the softmax's shift as a score of 0: rows
-    whose every visible scaled score is below about -80 then lose precision.
+    whose every visible scaled score is below about -40 then lose precision.
 
     Source: API reference page attention_kv_parallel_segmented_cte.
     """
