@@ -28,6 +28,8 @@ from nki_parallel_attn.nki import nisa, nki, nl
 # Bytes per partition of one exchange's gathered queries and of its accumulators.
 QUERY_BYTES = 8 * 1024
 ACCUMULATOR_BYTES = 18 * 1024
+# Exchanges whose partial results have arrived and wait to be merged.
+RECEIVED = 2
 # Exchanges between the one whose queries are gathered and the one that is attended.
 AHEAD = 2
 LEAST_SCALE = 1e-6
@@ -167,6 +169,7 @@ class Call(nl.NKIObject):  # type: ignore[misc]
         rows: of a tile of queries; tiles: of the call; exchange_tiles: of one exchange.
         heads: of the group; own_heads: of this rank.
         factor: multiplied into Q, exactly; score_scale: into the scores, in (0, 1].
+        overlap: an exchange is still under way while the next one is attended.
         queries: by exchange; number: of the exchange that is being attended.
         unsent: exchanges that have not sent their partials.
         due: what the exchanges do next, and when: columns of scores that the pipeline has taken by then.
@@ -198,6 +201,8 @@ class Call(nl.NKIObject):  # type: ignore[misc]
             QUERY_BYTES // (self.heads * self.rows * self.transposer.itemsize),
             ACCUMULATOR_BYTES // (self.heads * (self.dim + EXTRA_COLUMNS) * 4),
         )
+        # One tile of so many heads leaves no room for the next exchange beside it.
+        self.overlap = fit > 0
         self.exchange_tiles = max(self.cores, min(seg_size // self.rows, fit * self.cores))
         # Masked scores are the smallest float32: close to 0 the scale would make them visible, above 1 infinite. Powers
         # of 2 multiply into Q without rounding.
@@ -250,13 +255,22 @@ class Call(nl.NKIObject):  # type: ignore[misc]
             self.unsent.append(exchange)
             exchange.push_all()
             self.queries[number] = None
-            while self.unsent[0].number < number - 1:
+            while self.unsent and self.unsent[0].number < number - (1 if self.overlap else -1):
                 self.complete_one()
+            self.merge_early(RECEIVED if self.overlap else 0)
         while self.unsent:
             self.complete_one()
         # One exchange after the other: the last one's data are still on their way.
         while self.due:
             self.run_due(None, self.due[0][1])
+            self.pieces.drain()
+
+    def merge_early(self, limit: int) -> None:
+        """Bound what exchanges have received and not merged: short ones would wait for each other in SBUF."""
+        while sum(1 for item in self.due if item[2] == "weights") > limit:
+            oldest = next(item[1] for item in self.due if item[2] == "weights")
+            while any(item[1] is oldest for item in self.due):
+                self.run_due(None, oldest)
             self.pieces.drain()
 
     def later(self, columns: int, exchange: Any, step: str) -> None:
