@@ -51,7 +51,6 @@ CASES = {
     "negative scale": case(ranks=2, scale=-0.5),
     "scale of 0": case(ranks=2, scale=0.0),
     "64 heads": case(ranks=2, heads=64, head_dim=128, dtype=FP32, rows=384, block_size=128),
-    "32 heads, many exchanges": case(heads=32, head_dim=128, rows=1024, block_size=128),
     "one block": case(ranks=1, rows=16, heads=2),
     "more than one segment": case(ranks=1, rows=128, prior=4300, heads=2, head_dim=32),
 }
