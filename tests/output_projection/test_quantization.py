@@ -79,7 +79,9 @@ numbers = st.integers(0, 2**31)
     numbers,
 )
 def test_rows(dtype, maximum, rows, width, power, seed):
-    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).mul(2.0**power).to(dtype)
+    largest = torch.finfo(dtype).max  # beyond it float16 has infinity, which is a case of its own below
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).mul(2.0**power)
+    x = x.clamp(-largest, largest).to(dtype)
     x[0] = 0
     elements, scale = quantize_rows(x, maximum)
     expected, expected_scale = oracle.quantized_rows(x.double().numpy(), FORMATS[maximum])
