@@ -66,7 +66,9 @@ def attention_kv_parallel_segmented_cte(
             Head h of the gathered Q reads KV head h // (total_heads // num_kv_heads).
         v_cache: [num_blocks, num_kv_heads, block_size, D] of q's dtype or float8_e4m3fn.
         block_tables: [1, max_blocks] int32. Entry j is the physical block of local block j; -1 means absent. Longer
-            than what is visible is fine, shorter is an error; contiguous tables hold no block beyond the shard.
+            than what is visible is fine, shorter is an error; contiguous tables hold no block beyond the shard. On sim
+            and neuron an absent block that queries see counts for the softmax's shift as a score of 0, with weight 0:
+            where all scaled scores of a row are below about -40 it loses precision (docs/kv_parallel_prefill.md).
         kvp_q_offset: [1, 1] int32. Contiguous: -rank_id * local_kv_len + global_q_offset, so that local slot j is
             visible to Q token t iff j <= kvp_q_offset + t. Round-robin: the position of Q token 0.
         replica_groups: one list of it holds this rank (ascending world ranks).

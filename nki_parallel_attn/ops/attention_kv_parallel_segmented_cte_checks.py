@@ -338,7 +338,7 @@ def ranks_of_list(replica_groups: ReplicaGroup) -> tuple[int, ...]:
         raise ArgumentError(
             "replica_groups", replica_groups.groups, f"a list that holds rank {world_rank()}"
         ) from error
-    check_in_world("replica_groups", ranks)
+    check_in_world("replica_groups", replica_groups)
     return ranks
 
 

@@ -89,5 +89,5 @@ def _list_of(kind: str, degree: int, group: ReplicaGroup | None, rank: int) -> t
         raise ArgumentError(name, f"the list {list(ranks)}", "ranks in ascending order")
     if len(ranks) != degree:
         raise ArgumentError(kind, degree, f"{len(ranks)}, the length of {list(ranks)} in {name}")
-    check_in_world(name, ranks)
+    check_in_world(name, group)
     return ranks

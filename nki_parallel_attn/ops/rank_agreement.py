@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nki_parallel_attn.errors import ArgumentError, PeerError, RankMismatchError
 from nki_parallel_attn.ops.rank_board import ERROR, GONE, RankBoard
+from nki_parallel_attn.sim.replica_group import ReplicaGroup
 
 CheckRanks = Literal["always", "first", "never"]
 
@@ -103,10 +104,13 @@ def check_check_ranks(value: object) -> None:
         raise ArgumentError("check_ranks", repr(value), f"one of {', '.join(get_args(CheckRanks))}")
 
 
-def check_in_world(name: str, ranks: tuple[int, ...]) -> None:
-    """Raise ArgumentError if `ranks` holds one beyond the default group: it would be waited for in vain."""
-    if dist.is_available() and dist.is_initialized() and max(ranks) >= dist.get_world_size():
-        raise ArgumentError(name, f"ranks {list(ranks)}", f"ranks below the world size, {dist.get_world_size()}")
+def check_in_world(name: str, groups: ReplicaGroup) -> None:
+    """Raise ArgumentError if a list of `groups` has a rank beyond the default group, which would never come."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    for ranks in groups.groups:
+        if max(ranks) >= dist.get_world_size():
+            raise ArgumentError(name, f"ranks {list(ranks)}", f"ranks below the world size, {dist.get_world_size()}")
 
 
 _boards: WeakKeyDictionary[dist.ProcessGroup, RankBoard] = WeakKeyDictionary()

@@ -100,6 +100,11 @@ BAD_ARGUMENTS: dict[str, tuple[Case, Any, str]] = {
     "replica group type": (CASE, {"replica_groups": [[0, 1, 2, 3]]}, "replica_groups"),
     "replica group without this rank": (CASE, {"replica_groups": ReplicaGroup([[0, 1], [3, 4]])}, "replica_groups"),
     "ranks beyond the world": (CASE, {"replica_groups": ReplicaGroup([[0, 1, 2, 9], [3, 4, 5, 6]])}, "replica_groups"),
+    "ranks beyond the world in another list": (
+        CASE,
+        {"replica_groups": ReplicaGroup([[0, 1, 2, 3], [4, 5, 6, 7]])},
+        "replica_groups",
+    ),
     "ranks out of order": (CASE, {"replica_groups": ReplicaGroup([[3, 2, 1, 0]])}, "replica_groups"),
     "backend": (CASE, {"backend": "tpu"}, "backend"),
     "check_ranks": (CASE, {"check_ranks": "sometimes"}, "check_ranks"),
