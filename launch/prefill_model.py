@@ -52,8 +52,8 @@ def load_model(options: argparse.Namespace) -> PrefillModel:
     """The model and the tokens that the options ask for.
 
     Raises:
-        ArgumentError: a text that is not UTF-8, without tokens or longer than the model's context, a broken checkpoint.
-        OSError: the prompt file cannot be read.
+        ArgumentError: a prompt file that cannot be read, a text that is not UTF-8, without tokens or longer than the
+            model's context, a broken checkpoint.
     """
     if options.synthetic:
         return _synthetic(options)
@@ -61,7 +61,7 @@ def load_model(options: argparse.Namespace) -> PrefillModel:
     if options.prompt_file:
         try:
             text = options.prompt_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError("--prompt-file", options.prompt_file, "a text in UTF-8", str(error)) from error
     if options.model:
         checkpoint = load_checkpoint(options.model)

@@ -38,7 +38,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="tokens each query sees, in every layer (default: model's)",
     )
     sharding = parser.add_argument_group("sharding")
-    sharding.add_argument("--layout", choices=("round-robin", "contiguous"), default="round-robin")
+    sharding.add_argument(
+        "--layout",
+        choices=("round-robin", "contiguous"),
+        default="round-robin",
+        help="which rank holds which blocks of the cache (default: round-robin)",
+    )
     sharding.add_argument(
         "--block-size", type=positive, metavar="N", help="tokens of a cache block (default: two per rank, 16 to 128)"
     )
@@ -49,7 +54,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="tokens of a segment (default: ranks x block size, less for a short text)",
     )
     sharding.add_argument("--apc", action="store_true", help="two calls, the second over a prefix known at run time")
-    sharding.add_argument("--backend", choices=("auto", "torch", "sim", "neuron"), default="auto")
+    sharding.add_argument(
+        "--backend",
+        choices=("auto", "torch", "sim", "neuron"),
+        default="auto",
+        help="what runs the operations (default: auto, by the tensors' device: torch here)",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the result as JSON")
     return parser
 

@@ -28,9 +28,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("torch", "sim", "neuron"), default="sim", help="(default: sim)")
     parser.add_argument("--target", choices=TARGETS, default="trn2", help="of the simulator (default: trn2)")
     cases = parser.add_argument_group("cases; by default all")
-    cases.add_argument("--kernel", nargs="+", choices=values("kernel"), default=[], metavar="NAME")
-    cases.add_argument("--layout", nargs="+", choices=values("layout"), default=[], metavar="NAME")
-    cases.add_argument("--dtype", nargs="+", choices=values("dtype"), default=[], metavar="NAME")
+    cases.add_argument(
+        "--kernel", nargs="+", choices=values("kernel"), default=[], metavar="NAME", help=", ".join(values("kernel"))
+    )
+    cases.add_argument(
+        "--layout", nargs="+", choices=values("layout"), default=[], metavar="NAME", help=", ".join(values("layout"))
+    )
+    cases.add_argument(
+        "--dtype", nargs="+", choices=values("dtype"), default=[], metavar="NAME", help=", ".join(values("dtype"))
+    )
     cases.add_argument(
         "--ranks",
         nargs="+",
