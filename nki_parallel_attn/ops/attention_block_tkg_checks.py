@@ -197,9 +197,6 @@ def _check_flags(args: BlockArguments) -> None:
 
 
 def _check_devices(args: BlockArguments) -> None:
-    """One device for all, one with values: they are looked at."""
-    if args.X.device.type == "meta":
-        raise ArgumentError("X", "a tensor on meta", "one on a device that holds its values")
     tensors = {name: value for name, value in vars(args).items() if isinstance(value, Tensor) and name != "X"}
     check_device(args.X, "X", **tensors)
 

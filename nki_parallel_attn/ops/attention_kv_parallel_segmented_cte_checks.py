@@ -198,8 +198,6 @@ class PrefillArguments:
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
-        if self.q.device.type == "meta":
-            raise ArgumentError("q", "a tensor on meta", "one with data, as the other arguments")
         if self.v_scale is not None:
             check_repeated_scalar("v_scale", self.v_scale)
         if self.k_scale is not None and not bool(self.k_scale[:dim].isfinite().all()):

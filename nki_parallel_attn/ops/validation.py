@@ -50,12 +50,14 @@ def check_tensor(
 
 
 def check_device(reference: Tensor, reference_name: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors lie on the reference's device."""
+    """Check that all tensors lie on the reference's device, and that it holds values."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != reference.device:
             raise ArgumentError(
                 name, f"a tensor on {tensor.device}", f"one on {reference.device}, where {reference_name} is"
             )
+    if reference.device.type == "meta":
+        raise ArgumentError(reference_name, "a tensor on meta", "one on a device that holds its values")
 
 
 def check_apart(name: str, written: Tensor, **read: Tensor | None) -> None:
